@@ -128,7 +128,10 @@ def broadcast(value: Any, src: int = 0) -> Any:
     Nothing that a peer sends is unpickled. For tensors, use `torch.distributed.broadcast`.
     """
     if not 0 <= src < get_world_size():
-        raise ConfigError(f"src={src} is not a rank of {get_world_size()} process(es).")
+        raise ConfigError(
+            f"src={src} is not a rank of {get_world_size()} process(es).",
+            fix=f"Use a rank from 0 to {get_world_size() - 1}.",
+        )
     sent: Any = {"value": value} if get_rank() == src else None
     try:
         json.dumps(sent)

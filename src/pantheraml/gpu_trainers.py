@@ -103,7 +103,9 @@ class _Trainer(ABC):
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Wrap `model`, and make the optimizer; the result is called, the weights are those of `model`."""
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
+            raise ConfigError(
+                f"model is a {type(model).__name__}, not a torch.nn.Module.", fix="Pass the model itself."
+            )
         if self._loop is not None:
             raise ConfigError("The trainer has a model already.", fix="Call cleanup() first, or make another trainer.")
         atexit.register(self.cleanup)
@@ -178,7 +180,10 @@ class _Trainer(ABC):
         if loop is None or wrapper is None:
             raise ConfigError("The trainer has no model.", fix="Call setup_model() before train_epoch().")
         if type(epoch) is not int or epoch < 0:
-            raise ConfigError(f"epoch={epoch!r} is not a number of an epoch.")
+            raise ConfigError(
+                f"epoch={epoch!r} is not a number of an epoch.",
+                fix="Pass 0, 1, ...: the order of the samples depends on it.",
+            )
         with self._exclusively("Another epoch is being trained."), _on(wrapper.device):
             self._order.manual_seed(self._seed * 1_000_003 + epoch)
             set_epoch = getattr(dataloader.sampler, "set_epoch", None)
@@ -407,7 +412,11 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             sync(scratch)
             os.replace(scratch, path)
     except RuntimeError as err:  # torch's own writer
-        raise CheckpointError(f"Saving {path.name} failed: {err}.", where=str(path)) from err
+        raise CheckpointError(
+            f"Saving {path.name} failed: {err}.",
+            where=str(path),
+            fix="Free space on its disk, and check that the folder is writable.",
+        ) from err
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -417,18 +426,36 @@ def _read(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as err:
-        raise CheckpointError(f"There is no checkpoint {path}.") from err
+        raise CheckpointError(
+            f"There is no checkpoint {path}.", fix="Give the path that was passed to save_checkpoint."
+        ) from err
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as err:
-        raise CheckpointError(f"{path.name} cannot be read as a checkpoint.", where=str(path)) from err
+        raise CheckpointError(
+            f"{path.name} cannot be read as a checkpoint.",
+            where=str(path),
+            fix="It may be truncated: use an earlier one.",
+        ) from err
     if not isinstance(state, dict) or set(state) != {"epoch", "model", "optimizer"}:
-        raise CheckpointError(f"{path.name} is not a checkpoint of this trainer.", where=str(path))
+        raise CheckpointError(
+            f"{path.name} is not a checkpoint of this trainer.",
+            where=str(path),
+            fix="Give a file that save_checkpoint wrote.",
+        )
     try:
         shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
         groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
     except (AttributeError, KeyError, TypeError) as err:
-        raise CheckpointError(f"{path.name} is not a checkpoint of this trainer.", where=str(path)) from err
+        raise CheckpointError(
+            f"{path.name} is not a checkpoint of this trainer.",
+            where=str(path),
+            fix="Give a file that save_checkpoint wrote.",
+        ) from err
     if shapes != {name: tuple(value.shape) for name, value in model.state_dict().items()} or groups != [
         len(group["params"]) for group in optimizer.param_groups
     ]:
-        raise CheckpointError(f"{path.name} is a checkpoint of another model.", where=str(path))
+        raise CheckpointError(
+            f"{path.name} is a checkpoint of another model.",
+            where=str(path),
+            fix="Build the model and the optimizer as they were when it was saved.",
+        )
     return state

@@ -61,7 +61,10 @@ class ConfigManager:
         shapes = _shapes(model_size)
         parameters = parse_parameters(model_size if shapes is None else shapes.parameters)
         if type(max_seq_length) is not int or max_seq_length < 1:
-            raise ConfigError(f"max_seq_length={max_seq_length!r} is not a positive integer.")
+            raise ConfigError(
+                f"max_seq_length={max_seq_length!r} is not a positive integer.",
+                fix="Pass the number of tokens of the longest sequence, such as 2048.",
+            )
         gpus = DeviceManager().get_available_devices()
         memory = _smallest(gpus) if available_memory is None else parse_memory(available_memory)
         found = None
@@ -89,7 +92,9 @@ class ConfigManager:
             )
         gpus = config.get("num_gpus")
         if gpus is not None and (type(gpus) is not int or gpus < 1):
-            raise ConfigError(f"num_gpus={gpus!r} is not a positive integer.")
+            raise ConfigError(
+                f"num_gpus={gpus!r} is not a positive integer.", fix="Pass 1 or more, or None for all GPUs."
+            )
         settings = make_settings(
             config.get("batch_size_per_gpu"),
             config.get("gradient_aggregation", "mean"),

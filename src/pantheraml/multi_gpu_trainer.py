@@ -62,9 +62,13 @@ class MultiGPUTrainer:
         stops the training with an error, before the weights change.
         """
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
+            raise ConfigError(
+                f"model is a {type(model).__name__}, not a torch.nn.Module.", fix="Pass the model itself."
+            )
         if num_gpus is not None and (type(num_gpus) is not int or num_gpus < 1):
-            raise ConfigError(f"num_gpus={num_gpus!r} is not a positive integer.")
+            raise ConfigError(
+                f"num_gpus={num_gpus!r} is not a positive integer.", fix="Pass 1 or more, or None for all GPUs."
+            )
         check_loop_arguments(loss_fn, max_grad_norm)
         self._model, self._num_gpus = model, num_gpus
         self._optimizer_config = OptimizerConfig(optimizer_config)

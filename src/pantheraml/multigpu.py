@@ -168,7 +168,9 @@ def _check_launched(launched: env.ProcessRank, num_gpus: int | None) -> None:
     if num_gpus is None or num_gpus in (started, launched.world_size):
         return
     if type(num_gpus) is not int or num_gpus < 1:
-        raise ConfigError(f"{num_gpus!r} is not a valid number of processes.")
+        raise ConfigError(
+            f"{num_gpus!r} is not a valid number of processes.", fix="Pass 1 or more, or None for one per GPU."
+        )
     raise LaunchError(
         f"num_gpus={num_gpus} is set, but the launcher started {started} process(es).",
         fix=f"Start {num_gpus} (torchrun --nproc-per-node {num_gpus}), or remove num_gpus.",
@@ -194,6 +196,7 @@ def launch(function: Callable[..., Any], *arguments: Any, nproc: int | None = No
     rank fails, the others are terminated and a WorkerError names it.
     """
     _require_no_rank()
+    _require_callable(function)
     processes, _ = _process_count(nproc)
     return _run(function, arguments, processes, _start_method(function, arguments))
 
@@ -205,6 +208,7 @@ def launch_distributed_training(*, world_size: int, train_func: Callable[..., An
     host has none.
     """
     _require_no_rank()
+    _require_callable(train_func)
     try:
         inspect.signature(train_func).bind(0, world_size, **arguments)
     except TypeError as err:
@@ -231,6 +235,13 @@ def _require_no_rank() -> None:
         raise LaunchError("This process is already a rank.", fix="Call the function directly.")
 
 
+def _require_callable(function: object) -> None:
+    if not callable(function):
+        raise ConfigError(
+            f"{function!r} is not a function.", fix="Pass the function itself, and its arguments separately."
+        )
+
+
 def _run(
     function: Callable[..., Any], arguments: tuple[Any, ...], processes: int, start: Literal["spawn", "fork"]
 ) -> list[Any]:
@@ -255,7 +266,9 @@ def _process_count(requested: int | None) -> tuple[int, str]:
     if requested is None:
         return max(1, gpus), f"{gpus} GPUs are visible" if gpus else devices.note or "no GPU is visible"
     if type(requested) is not int or requested < 1:
-        raise ConfigError(f"{requested!r} is not a valid number of processes.")
+        raise ConfigError(
+            f"{requested!r} is not a valid number of processes.", fix="Pass 1 or more, or None for one per GPU."
+        )
     check_script_ranks(requested, gpus=gpus, cores=devices.cpu_count)
     asked = f"{requested} {'was' if requested == 1 else 'were'} requested"
     return requested, asked if gpus or requested == 1 else f"{asked}, on CPUs: {devices.note or 'no GPU is visible'}"

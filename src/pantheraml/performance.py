@@ -54,7 +54,7 @@ class MultiGPUManager:
     """
 
     def __init__(self, config: PerformanceConfig | MultiGPUConfig) -> None:
-        self.config = PerformanceConfig(multi_gpu_config=config) if isinstance(config, MultiGPUConfig) else config
+        self.config = config if isinstance(config, PerformanceConfig) else PerformanceConfig(multi_gpu_config=config)
         self._wrapper = MultiGPUWrapper(self.config)
         self._setup_multi_gpu()
 
@@ -133,8 +133,8 @@ class PerformanceOptimizer:
     """Wraps and optimizes model, DataLoader and optimizer as its config says."""
 
     def __init__(self, config: PerformanceConfig) -> None:
-        self.config = config
         self.multi_gpu_manager = MultiGPUManager(config)
+        self.config = self.multi_gpu_manager.config
         self.memory_manager = MemoryManager()
         self._choices: list[Choice] = []
 

@@ -80,7 +80,11 @@ class PantheraMLTrainer(SFTTrainer):  # type: ignore[misc]  # TRL is not typed
         **others: Any,
     ) -> None:
         log.start_for_scripts()
-        config = self._gpus = multi_gpu_config or MultiGPUConfig()
+        config = self._gpus = MultiGPUConfig() if multi_gpu_config is None else multi_gpu_config
+        if not isinstance(config, MultiGPUConfig):
+            raise ConfigError(
+                f"multi_gpu_config is a {type(config).__name__}.", fix="Pass a MultiGPUConfig, as in docs/trainers.md."
+            )
         self.own_aggregation = Aggregation(config)
         check_supported(config, ranks=env.process_rank().world_size)
         self._launch(config, model)

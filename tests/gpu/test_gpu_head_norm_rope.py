@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pantheraml.kernels.dispatch import references_only
-from pantheraml.kernels.head_norm_rope import HeadNorms, HeadRows, head_norm_rope, head_norm_rope_backward
+from pantheraml.kernels.head_norm_rope import AttentionHeads, HeadNorms, head_norm_rope, head_norm_rope_backward
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import fuse
 from tests.interpreter.comparison import assert_same_codes
@@ -38,7 +38,7 @@ def inputs(heads: tuple[int, int, int], size: int, *, plus_one: bool) -> tuple[T
 def test_forward(heads: tuple[int, int, int], size: int, plus_one: bool, in_place: bool) -> None:
     merged, *rest = inputs(heads, size, plus_one=plus_one)
     with references_only():
-        expected: HeadRows = head_norm_rope(merged.clone(), *rest, heads=heads)
+        expected: AttentionHeads = head_norm_rope(merged.clone(), *rest, heads=heads)
     actual = head_norm_rope(merged.clone(), *rest, heads=heads, in_place=in_place)
     for ours, theirs in zip(actual[:3], expected[:3], strict=True):
         near = torch.isclose(ours, theirs, rtol=2**-6, atol=1e-3)

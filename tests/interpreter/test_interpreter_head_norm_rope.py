@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pantheraml.kernels.fp8.quantize_rows import reference_quantize_rows
 from pantheraml.kernels.head_norm_rope import (
+    AttentionHeads,
     HeadNorms,
-    HeadRows,
     head_norm_rope,
     head_norm_rope_backward,
     reference_head_norm_rope,
@@ -50,7 +50,7 @@ def expected_forward(merged: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor,
 
 def check_forward(
     heads: Heads, size: int, *, plus_one: bool = False, in_place: bool = False, error: float = 0.0, **options: Any
-) -> tuple[HeadRows, Tensor]:
+) -> tuple[AttentionHeads, Tensor]:
     norms, (cos, sin) = norms_of(size, plus_one=plus_one), angles(size)
     merged = torch.randn(TOKENS, sum(heads) * size)
     given = merged.clone()

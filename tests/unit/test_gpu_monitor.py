@@ -179,6 +179,12 @@ def test_the_page_runs(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[1:] == ["[0, 1]", "0 0.0 0.0", "1 0.0 0.0"]
 
 
+def test_gpu_config_names_its_page() -> None:
+    with pytest.raises(ConfigError, match="greater than 0") as caught:
+        GPUConfig(memory_fraction=0)
+    assert caught.value.fix == "See docs/own-loop.md."
+
+
 @pytest.mark.seed(
     *("S4-096", "S4-097", "S4-098", "S4-099", "S4-100", "S4-101", "S4-102", "S4-103", "S4-104", "S4-105"),
 )

@@ -21,6 +21,7 @@ from pantheraml.performance import (
     PerformanceOptimizer,
     create_performance_optimizer,
 )
+from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.performance import ONLY_IN_TRAIN
 
 Make = Callable[..., PerformanceOptimizer]
@@ -253,8 +254,44 @@ def test_fields_that_only_a_run_reads_are_refused(field: str) -> None:
     ],
 )
 def test_bad_settings(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         PerformanceConfig(**fields)
+    assert str(caught.value).count("fix:") == 1
+    assert ".." not in str(caught.value)
+
+
+def test_a_bad_value_that_is_set_later() -> None:
+    config = PerformanceConfig()
+    with pytest.raises(ConfigError, match="multi_gpu_bucket_cap_mb") as caught:
+        config.multi_gpu_bucket_cap_mb = 0  # type: ignore[misc]
+    assert str(caught.value).count("fix:") == 1
+    config.multi_gpu_config.bucket_cap_mb = 0
+    with pytest.raises(ConfigError, match="greater than or equal to 1") as caught:
+        _ = config.multi_gpu
+    assert str(caught.value).count("fix:") == 1
+
+
+def test_a_config_of_another_kind() -> None:
+    wrong = {"modee": "none"}
+    for config in ("ddp", wrong):
+        with pytest.raises(ConfigError, match="multi_gpu_config"):
+            create_performance_optimizer(config)  # type: ignore[arg-type]
+    assert wrong == {"modee": "none"}
+
+
+def test_what_is_no_model_and_no_loader(make: Make) -> None:
+    optimizer = make()
+    with pytest.raises(ConfigError, match=r"model is a str, not a torch\.nn\.Module"):
+        optimizer.wrap_model_for_multi_gpu("my-model")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dataloader is a list, not a torch DataLoader"):
+        optimizer.multi_gpu_manager.optimize_dataloader([1, 2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device_ids", [[], [0, 0]])
+def test_gpus_that_are_named_twice_or_not_at_all(make: Make, device_ids: list[int]) -> None:
+    config = MultiGPUConfig(mode=MultiGPUMode.DATAPARALLEL, device_ids=device_ids)
+    with pytest.raises(ConfigError, match="must name at least one GPU, each once"):
+        make(multi_gpu_config=config).wrap_model_for_multi_gpu(Layers())
 
 
 def test_batch_size_before_and_after_a_forward(make: Make) -> None:

@@ -340,6 +340,7 @@ def test_unknown_settings_are_rejected(section: Any, fields: dict[str, Any], mes
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         section(**fields)
     assert "docs/configuration.md" in str(caught.value)
+    assert str(caught.value).count("fix:") == 1
     made = section()
     before = made.model_dump()
     with pytest.raises(ConfigError, match=re.escape(message)):

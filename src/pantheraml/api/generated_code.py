@@ -113,13 +113,22 @@ def create_locked_down_function(code: str) -> Callable[..., Any]:
         tree = ast.parse(code)
         compiled: CodeType = compile(tree, "<generated>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-        raise DataError(f"The generated code is not Python: {err}") from err
+        raise DataError(
+            f"The generated code is not Python: {err}",
+            fix="Catch this error in the reward function, and score such code as wrong.",
+        ) from err
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     if len(functions) != 1 or len(tree.body) != 1 or functions[0].decorator_list:
-        raise DataError("The generated code must be one function and nothing else.")
+        raise DataError(
+            "The generated code must be one function and nothing else.",
+            fix="Pass the source of a single undecorated def, without imports or statements around it.",
+        )
     defaults = [*functions[0].args.defaults, *filter(None, functions[0].args.kw_defaults)]
     if not all(isinstance(value, ast.Constant | ast.UnaryOp) for value in defaults):
-        raise DataError("The default values of the generated function must be constants.")
+        raise DataError(
+            "The default values of the generated function must be constants.",
+            fix="Use numbers, strings, True, False or None as default values.",
+        )
     allowed = {name: value for name, value in vars(builtins).items() if name not in _REFUSED_BUILTINS}
     scope: dict[str, Any] = {"__builtins__": {**allowed, "__import__": _import_standard}, "__name__": "generated"}
     exec(compiled, scope)  # defines the function, and runs nothing else

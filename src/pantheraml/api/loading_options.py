@@ -29,6 +29,7 @@ from pantheraml.planner.precision import (
     parse_precision,
     why_no_fp8,
 )
+from pantheraml.specs.section_errors import without_fix
 from pantheraml.specs.train import Checkpointing, MethodConfig, ModelConfig
 
 logger = log.get(__name__)
@@ -43,7 +44,10 @@ CHECKPOINTING: Mapping[CheckpointingMode, Checkpointing] = {
 def check_checkpointing(mode: CheckpointingMode) -> None:
     if mode is not False and mode not in CHECKPOINTING:
         known = ", ".join(repr(mode) for mode in (False, *CHECKPOINTING))
-        raise ConfigError(f"use_gradient_checkpointing={mode!r} is not one of {known}.")
+        raise ConfigError(
+            f"use_gradient_checkpointing={mode!r} is not one of {known}.",
+            fix="Use True, False or one of the names above.",
+        )
 
 
 @contextlib.contextmanager
@@ -62,7 +66,10 @@ def method_config(**fields: Any) -> MethodConfig:
         names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rslora": "use_rslora"}
         first = err.errors()[0]
         field = str(first["loc"][0])
-        raise ConfigError(f"{names.get(field, field)}={fields[field]!r}: {first['msg']}.") from err
+        raise ConfigError(
+            f"{names.get(field, field)}={fields[field]!r}: {without_fix(first['msg'])}.",
+            fix="See method in docs/configuration.md for the values it takes.",
+        ) from err
 
 
 def resolve_auto_map(device_map: DeviceMap | None) -> DeviceMap:
@@ -161,7 +168,10 @@ def checkpoint_dtype(config: ModelConfig, kind: ModelKind) -> torch.dtype | None
 def check_loaded_length(requested: int, config: Any) -> None:
     """Check a `max_seq_length` that comes after the model was loaded, when its RoPE can no longer be scaled."""
     if not isinstance(requested, int) or requested < 1:
-        raise ConfigError(f"max_seq_length={requested!r} is not a positive integer.")
+        raise ConfigError(
+            f"max_seq_length={requested!r} is not a positive integer.",
+            fix="Pass the number of tokens of the longest sequence, such as 2048.",
+        )
     positions = supported_positions(config)
     if positions is not None and requested > positions:
         raise UnsupportedModelError(

@@ -37,7 +37,10 @@ def _make_trainer(given: dict[str, Any]) -> Any:
         raise MissingExtraError("unsloth_train needs TRL, which is not installed.", fix="pip install trl") from err
     for name in ("model", "train_dataset"):
         if given.get(name) is None:
-            raise ConfigError(f"unsloth_train needs {name}=, or a trainer as its first argument.")
+            raise ConfigError(
+                f"unsloth_train needs {name}=, or a trainer as its first argument.",
+                fix="Pass a trainer, or the arguments of SFTTrainer: unsloth_train(model=..., train_dataset=...).",
+            )
     parts = dict(given)
     if parts.get("tokenizer") is not None:
         if parts.get("processing_class") not in (None, parts["tokenizer"]):

@@ -65,7 +65,10 @@ def launched_rank() -> ProcessRank | None:
         )
     rank, local_rank, world_size = (_number(name) for name in names)
     if not 0 <= rank < world_size:
-        raise LaunchError(f"{names[0]}={rank} is not a rank of {names[2]}={world_size} processes.")
+        raise LaunchError(
+            f"{names[0]}={rank} is not a rank of {names[2]}={world_size} processes.",
+            fix=f"Set {names[0]} from 0 to {names[2]} - 1, a different one for every process.",
+        )
     return ProcessRank(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
 
 
@@ -139,7 +142,10 @@ def _number(name: str, *, default: int | None = None) -> int:
     text = os.environ.get(name, None if default is None else str(default))
     assert text is not None, name
     if not text.isdigit():
-        raise LaunchError(f"The environment variable {name}={text!r} is not a number.")
+        raise LaunchError(
+            f"The environment variable {name}={text!r} is not a number.",
+            fix=f"Set {name} to a whole number, or unset it.",
+        )
     return int(text)
 
 

@@ -32,7 +32,11 @@ class EventWriter:
         try:
             self._fd = open_private(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as err:
-            raise StorageError(f"{FILE_NAME} cannot be opened: {err.strerror}.", where=str(self._path)) from err
+            raise StorageError(
+                f"{FILE_NAME} cannot be opened: {err.strerror}.",
+                where=str(self._path),
+                fix="Check that the run folder is yours and that its disk is there and writable.",
+            ) from err
 
     def __call__(self, event: EventBase, /) -> None:
         event.time, event.clock = time.time(), round(time.monotonic(), 6)

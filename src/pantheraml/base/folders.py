@@ -159,7 +159,11 @@ def write_text(final: Path, text: str) -> None:
         os.replace(scratch, final)
     except OSError as err:
         scratch.unlink(missing_ok=True)
-        raise StorageError(f"Writing {final.name} failed: {_reason(err)}.", where=str(final)) from err
+        raise StorageError(
+            f"Writing {final.name} failed: {_reason(err)}.",
+            where=str(final),
+            fix="Free space on its disk, and check that the folder is yours and writable; then rerun.",
+        ) from err
 
 
 def _reason(err: Exception) -> str:

@@ -21,7 +21,10 @@ def require_allowed(path: str | Path, *, key: str, roots: Sequence[Path] | None 
     try:
         resolved = Path(path).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as err:  # a symlink loop, an unknown home folder, a null byte
-        raise ConfigError(f"{key}={str(path)!r} cannot be resolved to a path.") from err
+        raise ConfigError(
+            f"{key}={str(path)!r} cannot be resolved to a path.",
+            fix="Correct the path: it may contain a loop of links or name an unknown user.",
+        ) from err
     if not any(resolved.is_relative_to(root.resolve()) for root in roots):
         raise ConfigError(
             f"{key}={str(path)!r} is outside the folders allowed on this machine.",

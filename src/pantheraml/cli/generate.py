@@ -91,7 +91,9 @@ def _from_file(name: str | None) -> list[str]:
     try:
         return [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as err:
-        raise DataError(f"Cannot read the prompts file {name}: {err}.") from err
+        raise DataError(
+            f"Cannot read the prompts file {name}: {err}.", fix="Give a UTF-8 text file with one prompt per line."
+        ) from err
 
 
 def complete(

@@ -183,7 +183,9 @@ def _ending(job: Job) -> str:
 
 def _logs(client: Client, arguments: argparse.Namespace) -> int:
     if arguments.follow and (arguments.json or arguments.bytes is not None):
-        raise ConfigError("--follow goes with neither --json nor --bytes.")
+        raise ConfigError(
+            "--follow goes with neither --json nor --bytes.", fix="Leave out --follow, or --json and --bytes."
+        )
     if arguments.bytes is not None and arguments.bytes < 1:
         raise ConfigError("--bytes must be at least 1.")
     if arguments.follow:
@@ -235,7 +237,10 @@ def _below(folder: Path, name: str) -> Path:
     """Return the target path of a file. ConfigError if the service's name for it leads outside of the folder."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ConfigError(f"The service names a file that would lie outside of {folder}: {name!r}.")
+        raise ConfigError(
+            f"The service names a file that would lie outside of {folder}: {name!r}.",
+            fix="Nothing was written for it. Tell the operator of the service.",
+        )
     return path
 
 

@@ -25,7 +25,7 @@ from pantheraml.cli.gpu_table import bar
 from pantheraml.readers import number_format as figures
 from pantheraml.readers.hardware import at
 from pantheraml.readers.recorded_run import name_of
-from pantheraml.readers.run_state import Message, RunState
+from pantheraml.readers.run_state import LogMessage, RunState
 
 REFRESH_PER_SECOND = 2
 QUIET_SECONDS = 45.0
@@ -173,7 +173,7 @@ def loss_line(losses: Sequence[float], width: int) -> str:
     return "".join(_LEVELS[round((mean - low) * scale)] for mean in means)
 
 
-def _messages(messages: Sequence[Message], room: int) -> list[RenderableType]:
+def _messages(messages: Sequence[LogMessage], room: int) -> list[RenderableType]:
     """Return the newest messages that fit, one line each."""
     if not messages:
         return []

@@ -137,7 +137,9 @@ class AsyncFiles:
         try:
             content = open(place, "rb")  # noqa: SIM115 - closed below
         except OSError as err:
-            raise DataError(f"{place} cannot be read: {err.strerror}.") from err
+            raise DataError(
+                f"{place} cannot be read: {err.strerror}.", fix="Check the path and its permissions."
+            ) from err
         with content:
             try:
                 response = await self._client.http.post(

@@ -141,7 +141,10 @@ def merge(job_id: str, method: Literal["GET", "POST"]) -> Call[Merge]:
 def merged(answer: Merge) -> bool:
     """Whether it is; ServiceError if it could not be."""
     if answer.status == "failed":
-        raise ServiceError(f"The model of {answer.job} could not be merged: {answer.error}")
+        raise ServiceError(
+            f"The model of {answer.job} could not be merged: {answer.error}",
+            fix="Download its adapter, and merge it yourself: PEFT's merge_and_unload.",
+        )
     return answer.status == "merged"
 
 

@@ -76,7 +76,11 @@ class Download:
             return 0
         found = _RANGE.fullmatch(response.headers.get("content-range", ""))
         if found is None or int(found[1]) != self.have:
-            raise ServiceError("The service sent another range than was asked for.", status=response.status_code)
+            raise ServiceError(
+                "The service sent another range than was asked for.",
+                status=response.status_code,
+                fix="Download it again; a proxy on the way may change ranges.",
+            )
         return int(found[1])
 
     def finish(self) -> Path:

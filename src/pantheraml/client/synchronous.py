@@ -148,7 +148,9 @@ class Files:
         try:
             content = open(place, "rb")  # noqa: SIM115 - closed below
         except OSError as err:
-            raise DataError(f"{place} cannot be read: {err.strerror}.") from err
+            raise DataError(
+                f"{place} cannot be read: {err.strerror}.", fix="Check the path and its permissions."
+            ) from err
         with content:
             try:
                 response = self._client.http.post(

@@ -243,7 +243,9 @@ def _image_side(resize: str | int | tuple[int, int], model: Any) -> int | tuple[
         return resize
     if isinstance(resize, tuple | list) and len(resize) == 2 and all(isinstance(n, int) and n > 0 for n in resize):
         return (resize[0], resize[1])
-    raise ConfigError(f'resize={resize!r} is neither "min", "max", a number of pixels nor (width, height).')
+    raise ConfigError(
+        f'resize={resize!r} is neither "min", "max", a number of pixels nor (width, height).', fix="Pass one of these."
+    )
 
 
 def _image_tokens(processor: Any, config: Any) -> set[int]:

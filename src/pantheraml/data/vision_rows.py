@@ -87,6 +87,7 @@ def read_conversation(row: Row, number: int, resize: Callable[[Picture], Picture
         raise DataError(
             f"The messages have {len(empty)} image(s) to fill in, but the row's images column has {len(column)}.",
             where=where,
+            fix="Give every image part of the messages one image, in their order.",
         )
     for part, image in zip(empty, column, strict=True):
         part["image"] = image
@@ -110,7 +111,11 @@ def _parts(message: Mapping[str, Any], where: str) -> list[Any]:
     if content is None or isinstance(content, str):
         return [{"type": "text", "text": content or ""}]
     if not isinstance(content, list | tuple):
-        raise DataError(f"The content of a message is a {type(content).__name__}, not a text or a list.", where=where)
+        raise DataError(
+            f"The content of a message is a {type(content).__name__}, not a text or a list.",
+            where=where,
+            fix="Use a string, or a list of parts such as {'type': 'text', 'text': ...} and {'type': 'image'}.",
+        )
     return list(content)
 
 
@@ -118,7 +123,11 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise DataError(f"A part of a message is a {type(part).__name__}.", where=where)
+        raise DataError(
+            f"A part of a message is a {type(part).__name__}.",
+            where=where,
+            fix="Use parts such as {'type': 'text', 'text': ...} and {'type': 'image'}.",
+        )
     # tables have every key in every part, and templates ask whether a part has the key `image`
     kept = _without_empty(part)
     kind = kept.get("type")

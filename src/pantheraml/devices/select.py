@@ -26,7 +26,7 @@ Connect = Callable[[int, int], str | None]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateGPU:
     index: int
     total_bytes: int | None
     free_bytes: int | None
@@ -47,7 +47,7 @@ class Selection:
 
 
 def select(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateGPU],
     *,
     count: int | None = None,
     free_share: float = FREE_SHARE,
@@ -74,7 +74,7 @@ def select(
     return Selection(tuple(each.index for each in fit if each.index in chosen), f"{how}{_told(passed)}", passed)
 
 
-def _unfit(each: Candidate, free_share: float) -> str | None:
+def _unfit(each: CandidateGPU, free_share: float) -> str | None:
     if each.health.status == "fail":
         return each.health.reasons[0]
     share = each.free_share
@@ -83,11 +83,11 @@ def _unfit(each: Candidate, free_share: float) -> str | None:
     return None
 
 
-def _rank(each: Candidate) -> tuple[bool, float]:
+def _rank(each: CandidateGPU) -> tuple[bool, float]:
     return each.health.status == "fail", -(each.free_share or 0.0)
 
 
-def _reason(visible: int, fit: Sequence[Candidate], passed: dict[int, str], extra: Sequence[int]) -> str:
+def _reason(visible: int, fit: Sequence[CandidateGPU], passed: dict[int, str], extra: Sequence[int]) -> str:
     if extra:
         return f"too few of {visible} GPU(s) are healthy and free, so GPU {', '.join(map(str, extra))} is used, too"
     if not passed:
@@ -100,7 +100,7 @@ def _told(passed: dict[int, str]) -> str:
     return f" ({'; '.join(named)})" if named else ""
 
 
-def _nearest(pool: Sequence[Candidate], count: int, connection: Connect) -> tuple[set[int], str]:
+def _nearest(pool: Sequence[CandidateGPU], count: int, connection: Connect) -> tuple[set[int], str]:
     """Return the group with the best connections, found by adding the nearest GPU to each possible first one."""
     if count == 1:
         most = max(pool, key=lambda each: (round(10 * (each.free_share or 0.0)), -each.index))
@@ -160,11 +160,11 @@ def fit_here(*, free_share: float, among: Sequence[int] | None = None) -> Select
     return Selection(tuple(each.index for each in fit), _reason(len(candidates), fit, passed, ()), passed)
 
 
-def _candidates(visible: Mapping[int, VisibleGPU]) -> list[Candidate]:
+def _candidates(visible: Mapping[int, VisibleGPU]) -> list[CandidateGPU]:
     found = []
     for index, each in visible.items():
         total, free = each.device.memory() or (None, None)
-        found.append(Candidate(index, total, free, judge_once(each.gpu)))
+        found.append(CandidateGPU(index, total, free, judge_once(each.gpu)))
     return found
 
 

@@ -40,7 +40,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ForwardInputs:
     """Arguments of a training forward."""
 
     args: tuple[Any, ...]
@@ -52,7 +52,7 @@ class Inputs:
         found = {leaf.shape[0] for leaf in self._tensors() if leaf.dim() > 0}
         return found.pop() if len(found) == 1 else None
 
-    def of_size(self, size: int) -> Inputs:
+    def of_size(self, size: int) -> ForwardInputs:
         """Return inputs of `size` samples, repeated if there are fewer."""
 
         def pick(value: Tensor) -> Tensor:
@@ -61,13 +61,13 @@ class Inputs:
             return value.detach()[torch.arange(size, device=value.device) % value.shape[0]]
 
         args, kwargs = tree_map_only(Tensor, pick, (self.args, self.kwargs))
-        return Inputs(args, kwargs)
+        return ForwardInputs(args, kwargs)
 
     def _tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
 
-def probe_sizes(model: nn.Module, inputs: Inputs, base: int) -> list[Measured]:
+def probe_sizes(model: nn.Module, inputs: ForwardInputs, base: int) -> list[Measured]:
     """Measure forward and backward of `model` at `base` samples and fewer; sizes that do not fit are left out."""
     sizes = sorted({max(1, base >> halvings) for halvings in range(SIZES)}, reverse=True)
     found = []
@@ -106,7 +106,7 @@ def free_on(model: nn.Module) -> int:
     return min(map(free_bytes, devices))
 
 
-def _measure(model: nn.Module, inputs: Inputs, size: int, device: torch.device) -> Measured:
+def _measure(model: nn.Module, inputs: ForwardInputs, size: int, device: torch.device) -> Measured:
     used, seconds = 0, float("inf")
     passes, end = 0, time.perf_counter() + SECONDS
     while passes < 1 + REPEATS or time.perf_counter() < end:  # the first may compile or choose kernels
@@ -121,7 +121,7 @@ def _measure(model: nn.Module, inputs: Inputs, size: int, device: torch.device) 
     return Measured(size, used, seconds)
 
 
-def _pass(model: nn.Module, inputs: Inputs) -> None:
+def _pass(model: nn.Module, inputs: ForwardInputs) -> None:
     output = model(*inputs.args, **inputs.kwargs)
     losses = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -26,6 +26,8 @@ from pantheraml.models.lazy_weights import materialize_per_layer, materialize_te
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Tolerance between the outputs of a layer and of its recomputation."""
 
+_ROUND_TO_NEAREST = "Train the unquantized model with method.kind=qlora, which rounds to nearest."
+
 SCALE = {torch.float16: 256.0}
 """Loss scale, for gradients that would underflow."""
 
@@ -69,7 +71,9 @@ def decoder_layers(model: Any) -> list[tuple[str, nn.Module]]:
     """Decoder layers in order, with their names."""
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     if not found:
-        raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers to calibrate one by one.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no decoder layers to calibrate one by one.", fix=_ROUND_TO_NEAREST
+        )
     return found
 
 
@@ -114,7 +118,9 @@ def _forward_all(
                     here.input_ids, here.position_ids, here.targets, here.boundaries, here.max_length, here.target_count
                 )
             if len(inputs.calls) != len(layers) or last.output is None:
-                raise UnsupportedModelError(f"{type(model).__name__} does not call each of its layers once.")
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} does not call each of its layers once.", fix=_ROUND_TO_NEAREST
+                )
             if not bool(loss.isfinite()):
                 raise ModelError("The model's loss on the text is not finite.", fix="Check its weights.")
             # moments are used relative to their mean, so the loss scale only affects what fp16 can represent
@@ -156,7 +162,9 @@ def _backward_layer(inputs: _LayerInputs, layer: nn.Module, number: int, name: s
         expected = following.to(device)
         difference = (output.detach() - expected).float().norm()
         if not bool(difference <= TOLERANCE[output.dtype] * expected.float().norm()):
-            raise UnsupportedModelError(f"The layer after {name} does not take its output as input.")
+            raise UnsupportedModelError(
+                f"The layer after {name} does not take its output as input.", fix=_ROUND_TO_NEAREST
+            )
     assert inputs.gradient is not None
     output.backward(inputs.gradient.to(device))
     assert hidden.grad is not None

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from pantheraml.base import log
 from pantheraml.base.errors import ConfigError
-from pantheraml.engine.batch_size import Inputs
+from pantheraml.engine.batch_size import ForwardInputs
 from pantheraml.engine.guard.own_loop import OwnLoopGuard, scaled_rates, stop_error
 from pantheraml.engine.multi_gpu_wrapper import MultiGPUWrapper
 from pantheraml.engine.to_device import move_batch
@@ -113,7 +113,7 @@ class ModuleLoop:
         if targets == 0 and self._wrapper.batch_share > 0:
             # the mean over no target is NaN, also with weight 0
             batch = {**batch, "labels": torch.zeros_like(batch["labels"])}
-        return _Part(batch, targets, (Inputs((batch,), {}).rows or 0) if self._wrapper.batch_share > 0 else 0)
+        return _Part(batch, targets, (ForwardInputs((batch,), {}).rows or 0) if self._wrapper.batch_share > 0 else 0)
 
     def _step(self, parts: list[_Part]) -> tuple[float, float, float, bool]:
         """Train on `parts`; return the global loss, its number of targets, the gradient norm, and if it was taken."""
@@ -165,7 +165,7 @@ class ModuleLoop:
             if labels.dim() > 1 and getattr(self._wrapper.inner, "loss_type", None) == "ForCausalLM":
                 labels = labels[..., 1:]  # the first token of a row is no target
             return float((labels != IGNORED).sum())
-        return float(Inputs((batch,), {}).rows or self._wrapper.batch_share)
+        return float(ForwardInputs((batch,), {}).rows or self._wrapper.batch_share)
 
     def _loss(self, batch: Any) -> Tensor:
         if self._loss_fn is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pantheraml.devices.sampler import GPUSampler, GPUSnapshot
-from pantheraml.engine.batch_size import Inputs
+from pantheraml.engine.batch_size import ForwardInputs
 from pantheraml.engine.memory.usage import MIB
 from pantheraml.specs.multi_gpu import MultiGPUConfig
 
@@ -30,7 +30,7 @@ class Monitor:
 
     def forget(self) -> None:
         self._model: nn.Module | None = None
-        self.inputs: Inputs | None = None
+        self.inputs: ForwardInputs | None = None
         """Arguments of the newest training forward."""
         self._forwards, self._samples = 0, 0
         self._times: tuple[float, float] | None = None
@@ -39,7 +39,7 @@ class Monitor:
         self.forget()
         self._model = model
 
-    def saw(self, inputs: Inputs) -> None:
+    def saw(self, inputs: ForwardInputs) -> None:
         self.inputs = inputs
         if not self._on:
             return

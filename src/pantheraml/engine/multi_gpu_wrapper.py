@@ -20,7 +20,7 @@ from pantheraml.base import env, log
 from pantheraml.base.errors import ConfigError, DeviceError, UnsupportedModelError
 from pantheraml.devices.probe import cpu_count
 from pantheraml.engine import tuning
-from pantheraml.engine.batch_size import Inputs, Measured, choose_size, free_on, probe_sizes
+from pantheraml.engine.batch_size import ForwardInputs, Measured, choose_size, free_on, probe_sizes
 from pantheraml.engine.guard.own_loop import trained_parameters
 from pantheraml.engine.multi_gpu_mode import (
     check_device,
@@ -99,6 +99,10 @@ class MultiGPUWrapper:
         """Indices of the GPUs to use on this node."""
         visible = list(range(torch.cuda.device_count()))
         requested = self._config.device_ids
+        if requested is not None and (not requested or len(set(requested)) != len(requested)):
+            raise ConfigError(
+                f"device_ids={requested} must name at least one GPU, each once.", fix="See `pantheraml gpus`."
+            )
         missing = [index for index in requested or () if index not in visible]
         if missing:
             raise DeviceError(
@@ -167,6 +171,10 @@ class MultiGPUWrapper:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap `model` for its mode, or return it as it is. A collective if there are several processes."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model is a {type(model).__name__}, not a torch.nn.Module.", fix="Pass the model itself."
+            )
         if isinstance(model, DistributedDataParallel | DataParallel | FSDPModule | MicroBatches):
             raise ConfigError(f"The model is a {type(model).__name__} already.", fix="Pass the model inside it.")
         self._config = self._settings.multi_gpu
@@ -303,13 +311,18 @@ class MultiGPUWrapper:
             logger.warning("bucket_cap_mb and static_graph take effect when a model is wrapped: wrap it again")
         self._applied = now
 
-    def saw(self, inputs: Inputs) -> None:
+    def saw(self, inputs: ForwardInputs) -> None:
         self._monitor.saw(inputs)
 
     # -- loader
 
     def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return `loader` with this rank's samples and the level's settings, or as it is. A collective."""
+        if not isinstance(loader, DataLoader):
+            raise ConfigError(
+                f"dataloader is a {type(loader).__name__}, not a torch DataLoader.",
+                fix="Pass DataLoader(dataset, batch_size=...).",
+            )
         device = self._devices[0] if self._devices else torch.device("cpu")
         changed = tuning.loader_changes(loader, self._settings, device)
         self.setup()
@@ -417,7 +430,7 @@ class MultiGPUWrapper:
 def _follow_settings(wrapper: MultiGPUWrapper, module: nn.Module, args: Any, kwargs: Any) -> None:
     wrapper.follow_settings()
     if module.training and torch.is_grad_enabled():
-        wrapper.saw(Inputs(args, kwargs))
+        wrapper.saw(ForwardInputs(args, kwargs))
 
 
 def replicate(model: nn.Module, gpus: list[int]) -> nn.Module:

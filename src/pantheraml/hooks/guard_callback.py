@@ -26,7 +26,9 @@ from pantheraml.engine.guard.nan_origin import ZeroNonfiniteGrads
 from pantheraml.engine.guard.own_loop import OwnLoopGuard, Snapshots, stop_error, trained_parameters
 from pantheraml.engine.guard.policy import Verdict, first_nonfinite
 from pantheraml.parallel.process_group import World, world_from_process_group
+from pantheraml.specs.section_errors import UNKNOWN, without_fix
 from pantheraml.specs.train import StabilityConfig
+from pantheraml.specs.unknown_field import fields_hint
 
 logger = log.get(__name__)
 
@@ -41,9 +43,12 @@ class GuardCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # 
         try:
             self._config = StabilityConfig(**settings)
         except ValidationError as err:
-            problems = "; ".join(f"{detail['loc'][0]}={detail['input']!r}: {detail['msg']}" for detail in err.errors())
+            details = err.errors()
+            problems = "; ".join(f"{one['loc'][0]}={one['input']!r}: {without_fix(one['msg'])}" for one in details)
+            unknown = [str(one["loc"][0]) for one in details if one["type"] in UNKNOWN]
+            hint = f"{fields_hint(unknown, StabilityConfig.model_fields)} " if unknown else ""
             raise ConfigError(
-                f"GuardCallback got invalid settings: {problems}.", fix="See docs/stability.md for its keys."
+                f"GuardCallback got invalid settings: {problems}.", fix=f"{hint}See docs/stability.md for its keys."
             ) from err
         for name in UNSUPPORTED_KEYS:
             value = getattr(self._config, name)

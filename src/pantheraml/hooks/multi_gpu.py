@@ -48,7 +48,10 @@ def make_settings(
     batch_size_per_gpu: int | None, gradient_aggregation: str, aggregation_weights: Sequence[float] | None
 ) -> MultiGPUSettings:
     if batch_size_per_gpu is not None and (type(batch_size_per_gpu) is not int or batch_size_per_gpu < 1):
-        raise ConfigError(f"batch_size_per_gpu={batch_size_per_gpu!r} is not a positive integer.")
+        raise ConfigError(
+            f"batch_size_per_gpu={batch_size_per_gpu!r} is not a positive integer.",
+            fix="Pass the samples of a forward pass on each GPU, or None for each trainer's own.",
+        )
     method = parse_method(gradient_aggregation)
     if method == "weighted" and aggregation_weights is None:
         logger.info("gradient aggregation weighted without aggregation_weights: by tokens, which is the mean")

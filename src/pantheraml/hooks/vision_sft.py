@@ -51,7 +51,7 @@ def prepare_vision_arguments(arguments: dict[str, Any], *, length: int | None) -
 def rows_as_dataset(rows: list[Row], name: str) -> Dataset:
     """Return a `Dataset` whose rows are those of the list, as they are."""
     if not rows:
-        raise DataError(f"{name} is empty.")
+        raise DataError(f"{name} is empty.", fix="Check the split and the filters that it was made with.")
     columns = list(dict.fromkeys(column for row in rows for column in row))
 
     def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:

@@ -142,7 +142,11 @@ def start_process(
             preexec_fn=die_with_parent,
         )
     except OSError as err:
-        raise LaunchError(f"A process could not be started: {err}.", where=command[0]) from err
+        raise LaunchError(
+            f"A process could not be started: {err}.",
+            where=command[0],
+            fix="Check the limits of processes and memory (`ulimit -a`) and that the program exists.",
+        ) from err
 
 
 def run_workers(

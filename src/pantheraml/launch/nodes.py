@@ -36,7 +36,8 @@ class NodeSpec:
             raise ConfigError(f"--nnodes {nnodes} is not a multi-node run.", fix="Remove --nnodes.")
         if node_rank is None or not 0 <= node_rank < nnodes:
             raise ConfigError(
-                f"--nnodes {nnodes} needs --node-rank, a different number from 0 to {nnodes - 1} on each node."
+                f"--nnodes {nnodes} needs --node-rank, a different number from 0 to {nnodes - 1} on each node.",
+                fix="Add --node-rank 0 on the node of --rdzv, 1 on the next, and so on.",
             )
         host, colon, port = (rdzv or "").rpartition(":")
         if not colon or not host or not port.isdigit():

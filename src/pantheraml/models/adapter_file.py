@@ -65,12 +65,19 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
         _require_ranks(values, weights, folder)
         return LoraConfig.from_pretrained(str(folder)), weights
     except (ValueError, TypeError, KeyError, OSError, SafetensorError) as err:
-        raise ModelError(f"The adapter in {folder} is corrupted: {short_error(err)}") from err
+        raise ModelError(
+            f"The adapter in {folder} is corrupted: {short_error(err)}",
+            fix="Copy or download the adapter again, or export it from its run again.",
+        ) from err
 
 
 def _read_config(path: Path) -> _Values:
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(f"{CONFIG} is larger than {MAX_CONFIG_BYTES >> 20} MiB.", where=str(path))
+        raise ModelError(
+            f"{CONFIG} is larger than {MAX_CONFIG_BYTES >> 20} MiB.",
+            where=str(path),
+            fix="Use the adapter_config.json that PEFT saved: it has a few kilobytes.",
+        )
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         return _Values.model_validate(values)
@@ -85,7 +92,9 @@ def _read_config(path: Path) -> _Values:
         ) from err
     except (OSError, ValueError, RecursionError) as err:
         raise ModelError(
-            f"The adapter in {path.parent} is corrupted: its {CONFIG} is not valid JSON.", where=str(path)
+            f"The adapter in {path.parent} is corrupted: its {CONFIG} is not valid JSON.",
+            where=str(path),
+            fix="Copy or download the adapter again, or export it from its run again.",
         ) from err
 
 

@@ -53,11 +53,17 @@ class BaseIdentity:
             identity = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as err:
             raise ModelError(
-                f"{FILE}, which identifies the adapter's base model, is corrupted.", where=str(path)
+                f"{FILE}, which identifies the adapter's base model, is corrupted.",
+                where=str(path),
+                fix="Copy the adapter folder again; without this file it is used unchecked, with a notice.",
             ) from err
         texts = all(isinstance(value, str) for value in (identity.fingerprint, identity.config, identity.commit or ""))
         if not texts or not (identity.commit is None or _COMMIT.fullmatch(identity.commit)):
-            raise ModelError(f"{FILE}, which identifies the adapter's base model, is corrupted.", where=str(path))
+            raise ModelError(
+                f"{FILE}, which identifies the adapter's base model, is corrupted.",
+                where=str(path),
+                fix="Copy the adapter folder again; without this file it is used unchecked, with a notice.",
+            )
         return identity
 
 

@@ -346,7 +346,10 @@ def _token_scores(model: Any, inputs: dict[str, Any]) -> TokenScoreOutput:
     """Return scores in TRL's shape: one column fewer than the labels, because the first token is no target."""
     reason = model.why_full_logits()
     if reason is not None:
-        raise UnsupportedModelError(f"This model cannot compute token scores without full logits: {reason}.")
+        raise UnsupportedModelError(
+            f"This model cannot compute token scores without full logits: {reason}.",
+            fix="Call the model for logits, and compute the scores from them.",
+        )
     targets = _Targets(inputs)
     routed = inputs.get("output_router_logits")
     if routed is None and getattr(model.config.get_text_config(), "output_router_logits", False):

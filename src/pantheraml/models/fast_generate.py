@@ -116,7 +116,10 @@ def _generate(model: Any, prompts: Any, sampling_params: Any, lora_request: Any)
     given = _as_list(prompts)
     if isinstance(sampling_params, list | tuple):
         if len(sampling_params) != len(given):
-            raise ConfigError(f"There are {len(given)} prompts and {len(sampling_params)} sampling_params.")
+            raise ConfigError(
+                f"There are {len(given)} prompts and {len(sampling_params)} sampling_params.",
+                fix="Pass one for all, or as many as there are prompts.",
+            )
         pairs = zip(given, sampling_params, strict=True)
         return [out for one, params in pairs for out in _generate(model, [one], params, lora_request)]
     params = read_sampling_params(sampling_params)
@@ -153,7 +156,7 @@ def _request(model: Any, prompt: Any, number: int, params: SamplingParams, limit
     elif not isinstance(prompt, str):
         text, ids = None, prompt
     if text is None and ids is None:
-        raise DataError(f"Prompt {number} has neither prompt nor prompt_token_ids.")
+        raise DataError(f"Prompt {number} has neither prompt nor prompt_token_ids.", fix="Give one of them.")
     media = None
     if images is None:
         encoded = encode_prompt(model.prompt_tokenizer, cast(Any, text if ids is None else ids), number)
@@ -179,7 +182,10 @@ def _images(model: Any, prompt: Mapping[str, Any], number: int) -> list[Any] | N
     unused = sorted(name for name in prompt if name not in _PROMPT_KEYS and prompt[name] is not None)
     unused += sorted(name for name in media if name != "image")
     if unused:
-        raise ConfigError(f"Prompt {number} has {', '.join(unused)}, which fast_generate does not support.")
+        raise ConfigError(
+            f"Prompt {number} has {', '.join(unused)}, which fast_generate does not support.",
+            fix=f"Use only {', '.join(_PROMPT_KEYS)}, with images alone.",
+        )
     given = media.get("image")
     if given is None:
         return None

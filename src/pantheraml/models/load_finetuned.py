@@ -161,7 +161,10 @@ def load_adapter(base: PreTrainedModel, folder: Path, *, trainable: bool = False
         try:
             adapted = cast(PeftModel, get_peft_model(base, config, adapter_name=ADAPTER))
         except ADAPTER_ERRORS as err:
-            raise ModelError(f"The adapter in {folder} does not fit its base model: {err}") from err
+            raise ModelError(
+                f"The adapter in {folder} does not fit its base model: {err}",
+                fix="Use the base model that the adapter was trained on.",
+            ) from err
     use_float32_copies(adapted, base.dtype)  # before their weights are loaded, which would be rounded
     expected = get_peft_model_state_dict(adapted, adapter_name=ADAPTER, save_embedding_layers=False)
     if {name: w.shape for name, w in expected.items()} != {name: w.shape for name, w in weights.items()}:

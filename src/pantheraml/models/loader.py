@@ -129,7 +129,10 @@ def _read_config(folder: Path, config: ModelConfig, kind: ModelKind) -> Any:
 def _set_labels(source: Any, labels: Mapping[str, Any]) -> None:
     number, names = labels.get("num_labels"), labels.get("id2label")
     if number is not None and (type(number) is not int or number < 1):
-        raise ConfigError(f"num_labels={number!r} is not a positive integer.")
+        raise ConfigError(
+            f"num_labels={number!r} is not a positive integer.",
+            fix="Pass the number of classes, or 1 for a reward model.",
+        )
     if number is not None and names is not None and len(names) != number:
         raise ConfigError(f"num_labels={number}, but id2label has {len(names)}.", fix="Give as many names as labels.")
     for name, value in labels.items():
@@ -399,7 +402,11 @@ def _load_errors(folder: Path) -> Iterator[None]:
             fix="Do not trust them; use safetensors weights.",
         ) from err
     except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as err:
-        raise ModelError(f"The model cannot be loaded: {_first_line(err)}", where=str(folder)) from err
+        raise ModelError(
+            f"The model cannot be loaded: {_first_line(err)}",
+            where=str(folder),
+            fix="Check that the folder is complete; download it again if it is not.",
+        ) from err
 
 
 @contextlib.contextmanager

@@ -88,7 +88,10 @@ def _add(model: PreTrainedModel, folder: Path, *, float32: bool) -> None:
         try:
             inject_adapter_in_model(config, model, _NAME)
         except ADAPTER_ERRORS as err:
-            raise ModelError(f"The adapter in {folder} does not fit this model: {err}") from err
+            raise ModelError(
+                f"The adapter in {folder} does not fit this model: {err}",
+                fix="Use the base model that the adapter was trained on.",
+            ) from err
     added = {
         _PREFIX + name_in_file(name, _NAME): parameter
         for name, parameter in model.named_parameters()

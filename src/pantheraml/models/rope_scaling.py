@@ -53,7 +53,11 @@ class RopeChange:
             values = json.loads(path.read_text(encoding="utf-8"))
             change = cls(dict(values["rope_parameters"]), int(values["max_position_embeddings"]))
         except (OSError, ValueError, KeyError, TypeError) as err:
-            raise ModelError(f"{FILE}, the RoPE of the adapter's base, is corrupted.", where=str(path)) from err
+            raise ModelError(
+                f"{FILE}, the RoPE of the adapter's base, is corrupted.",
+                where=str(path),
+                fix="Copy the adapter folder again.",
+            ) from err
         return change
 
 
@@ -69,7 +73,10 @@ def plan_rope(
     UnsupportedModelError if the model's positions cannot be scaled.
     """
     if max_seq_length is not None and (not isinstance(max_seq_length, int) or max_seq_length < 1):
-        raise ConfigError(f"max_seq_length={max_seq_length!r} is not a positive integer.")
+        raise ConfigError(
+            f"max_seq_length={max_seq_length!r} is not a positive integer.",
+            fix="Pass the number of tokens of the longest sequence, such as 2048.",
+        )
     if stored is not None:
         config = copy.deepcopy(config)
         stored.apply(config)
@@ -117,7 +124,10 @@ def _requested(
         changed.standardize_rope_params()
         changed.validate_rope()
     except (KeyError, ValueError, TypeError, AttributeError) as err:
-        raise ConfigError(f"rope_scaling={dict(rope_scaling)!r} is not valid: {err}.") from err
+        raise ConfigError(
+            f"rope_scaling={dict(rope_scaling)!r} is not valid: {err}.",
+            fix="Use the keys that transformers documents for this rope_type.",
+        ) from err
     length = max(positions, max_seq_length or 0)
     if kind == "dynamic":
         length = positions  # its frequencies depend on how much longer a sequence is

@@ -59,7 +59,10 @@ class SamplingParams:
         }
         for name, valid in limits.items():
             if not valid:
-                raise ConfigError(f"SamplingParams has {name}={getattr(self, name)!r}, which is out of range.")
+                raise ConfigError(
+                    f"SamplingParams has {name}={getattr(self, name)!r}, which is out of range.",
+                    fix=f"Set {name} within its range: see pantheraml.SamplingParams.",
+                )
         if self.n > 1 and self.is_greedy:
             raise ConfigError(
                 f"SamplingParams has n={self.n} with temperature={self.temperature:g}: greedy decoding has one result.",
@@ -115,7 +118,10 @@ def read_sampling_params(given: Any) -> SamplingParams:
         return given
     values = _attributes(given)
     if not set(values) & {*_KNOWN, *_NEUTRAL}:
-        raise ConfigError(f"sampling_params is a {type(given).__name__}, without attributes such as temperature.")
+        raise ConfigError(
+            f"sampling_params is a {type(given).__name__}, without attributes such as temperature.",
+            fix="Pass a pantheraml.SamplingParams.",
+        )
     unknown = []
     for name, value in values.items():
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
@@ -130,7 +136,10 @@ def read_sampling_params(given: Any) -> SamplingParams:
     try:
         return SamplingParams(**known)
     except TypeError as err:  # a value that cannot be compared with a number
-        raise ConfigError(f"sampling_params has a value of the wrong type: {err}.") from err
+        raise ConfigError(
+            f"sampling_params has a value of the wrong type: {err}.",
+            fix="Pass numbers, as SamplingParams documents them.",
+        ) from err
 
 
 def _attributes(given: Any) -> dict[str, Any]:

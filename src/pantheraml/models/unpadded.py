@@ -109,7 +109,7 @@ def _sharing(model: Any, ids: Tensor, first: _Array, lengths: _Array) -> Sharing
 
 
 def _adapters_depend_on_rows(model: Any) -> bool:
-    """Return whether PEFT has told its layers something of each row: its adapter, or where its aLoRA begins."""
+    """Return whether PEFT has given its layers arguments per row: adapter names, or where aLoRA begins."""
     layer = next((module for module in every_module(model) if isinstance(module, BaseTunerLayer)), None)
     return layer is not None and bool(layer._forward_pre_hooks_with_kwargs)
 

@@ -109,7 +109,9 @@ def build_layer(plain: Any, tensors: Mapping[str, Tensor], place: WeightPlacemen
     elif type(plain) is nn.Linear:
         weight = read_quantized_weight(place.checkpoint_format, tensors, plain.weight.shape, where=where)
     else:
-        raise UnsupportedModelError(f"A quantized {type(plain).__name__} is not supported.", where=where)
+        raise UnsupportedModelError(
+            f"A quantized {type(plain).__name__} is not supported.", where=where, fix="Use the unquantized model."
+        )
     if place.quant_format == "nf4" and isinstance(weight, NF4Weight):
         return NF4Linear(weight, bias)
     if place.quant_format == "int8" and isinstance(weight, Int8Weight):

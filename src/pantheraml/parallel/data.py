@@ -38,7 +38,7 @@ class DDPSettings(Protocol):
     def bucket_cap_mb(self) -> float: ...
 
 
-class Decision(NamedTuple):
+class DdpChoice(NamedTuple):
     value: bool
     reason: str
 
@@ -99,7 +99,7 @@ def decide_static_graph(
     compiled: bool,
     mixture_of_experts: bool,
     accumulates: bool = True,
-) -> Decision:
+) -> DdpChoice:
     """Decide whether DDP may assume a static graph.
 
     Reentrant checkpointing may need it: if a layer is checkpointed more than once, nested backward passes make its
@@ -107,19 +107,19 @@ def decide_static_graph(
     only if every step has exactly one backward on every rank.
     """
     if not allowed:
-        return Decision(False, "parallel.static_graph is off, or UNSLOTH_DISABLE_DDP_STATIC_GRAPH is set")
+        return DdpChoice(False, "parallel.static_graph is off, or UNSLOTH_DISABLE_DDP_STATIC_GRAPH is set")
     if compiled:
-        return Decision(False, "compiled layers are incompatible with a static graph")
+        return DdpChoice(False, "compiled layers are incompatible with a static graph")
     if mixture_of_experts:
-        return Decision(False, "the experts in use change from step to step")
+        return DdpChoice(False, "the experts in use change from step to step")
     if unused_parameters:
-        return Decision(False, "parallel.find_unused_parameters is on, so steps may use different parameters")
+        return DdpChoice(False, "parallel.find_unused_parameters is on, so steps may use different parameters")
     if not reentrant_checkpointing:
-        return Decision(False, "not needed without reentrant checkpointing")
+        return DdpChoice(False, "not needed without reentrant checkpointing")
     if accumulates:
         # torch 2.13 fails an internal assertion (reducer.cpp, expect_autograd_hooks_) on the first no_sync backward
-        return Decision(False, "torch's static graph cannot start with a backward under no_sync")
-    return Decision(True, "reentrant checkpointing may make parameters ready more than once")
+        return DdpChoice(False, "torch's static graph cannot start with a backward under no_sync")
+    return DdpChoice(True, "reentrant checkpointing may make parameters ready more than once")
 
 
 def uses_reentrant_checkpointing(model: nn.Module) -> bool:
@@ -140,15 +140,15 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 def sync_batch_norm(
     model: Model, device: torch.device, group: dist.ProcessGroup | None = None
-) -> tuple[Model, Decision]:
+) -> tuple[Model, DdpChoice]:
     """Convert batch norm layers to SyncBatchNorm over `group`, if there are any and torch supports it."""
     if not has_batch_norm(model):
-        return model, Decision(False, "the model has no batch norm layers")
+        return model, DdpChoice(False, "the model has no batch norm layers")
     if device.type != "cuda":
-        return model, Decision(False, "torch supports SyncBatchNorm on GPUs only")
+        return model, DdpChoice(False, "torch supports SyncBatchNorm on GPUs only")
     assert not isinstance(model, _BatchNorm), "submodules are converted in place, a bare batch norm would not be"
     nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-    return model, Decision(True, "the model has batch norm layers")
+    return model, DdpChoice(True, "the model has batch norm layers")
 
 
 class ComputeTimer:

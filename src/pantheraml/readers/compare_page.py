@@ -9,7 +9,17 @@ from pantheraml.readers import number_format as figures
 from pantheraml.readers.compare import Comparison, Row
 from pantheraml.readers.recorded_run import RecordedRun
 from pantheraml.readers.report import write_page
-from pantheraml.readers.report_charts import GIB, SMOOTH_FROM, SMOOTHING, Axes, Chart, Point, Series, points, smooth
+from pantheraml.readers.report_charts import (
+    GIB,
+    SMOOTH_FROM,
+    SMOOTHING,
+    Axes,
+    Chart,
+    ChartSeries,
+    Point,
+    points,
+    smooth,
+)
 from pantheraml.readers.report_page import chart_cards, chart_controls, escape, table
 
 COLORS = 8
@@ -52,7 +62,7 @@ def _differences(found: Comparison) -> str:
 
 
 def _chart(found: Comparison, title: str, kind: str, field: str, scale: float, from_zero: bool) -> Chart | None:
-    series: list[Series] = []
+    series: list[ChartSeries] = []
     for number, (name, run) in enumerate(zip(found.names, found.runs, strict=True)):
         line = _line(run, kind, field, scale)
         if line:
@@ -68,11 +78,12 @@ def _line(run: RecordedRun, kind: str, field: str, scale: float) -> list[Point]:
     return points(list(events.values()), field, scale=scale)  # type: ignore[arg-type]
 
 
-def _series(name: str, role: str, line: list[Point], axes: Axes, *, smoothed: bool) -> list[Series]:
+def _series(name: str, role: str, line: list[Point], axes: Axes, *, smoothed: bool) -> list[ChartSeries]:
     """A long training loss is drawn smoothed, by the page's choice; raw lines over each other hide one another."""
     if not smoothed or len(line) < SMOOTH_FROM:
-        return [Series(name, role, line, axes=axes)]
+        return [ChartSeries(name, role, line, axes=axes)]
     levels = [
-        Series(name, role, smooth(line, share=share), axes=axes, smoothness=level) for level, share in SMOOTHING.items()
+        ChartSeries(name, role, smooth(line, share=share), axes=axes, smoothness=level)
+        for level, share in SMOOTHING.items()
     ]
-    return [Series(name, role, line, axes=axes, smoothness="none"), *levels]
+    return [ChartSeries(name, role, line, axes=axes, smoothness="none"), *levels]

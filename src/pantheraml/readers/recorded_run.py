@@ -59,7 +59,11 @@ def read_run(path: Path) -> RecordedRun:
         reader = EventReader(path)
         events = list(reader.poll())
     except OSError as err:
-        raise RunDirectoryError(f"{FILE_NAME} cannot be read: {err.strerror}.", where=str(path)) from err
+        raise RunDirectoryError(
+            f"{FILE_NAME} cannot be read: {err.strerror}.",
+            where=str(path),
+            fix="Check that the folder is yours and that its disk is there.",
+        ) from err
     if not events:
         raise RunDirectoryError(
             f"{path} contains no events: {FILE_NAME} is empty or damaged.", fix="Pass another run folder."

@@ -33,7 +33,7 @@ Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """One line: its name in the legend, its role (which sets the color) and its points."""
 
     name: str
@@ -71,7 +71,7 @@ class Axes:
 @dataclass(frozen=True)
 class Chart:
     title: str
-    series: tuple[Series, ...]
+    series: tuple[ChartSeries, ...]
     note: str = ""
     from_zero: bool = False
     ticks: str = ""
@@ -118,21 +118,21 @@ def _single(
 ) -> Chart | None:
     if not points:
         return None
-    return Chart(title, (Series(title, role, points, axes=axes),), _note(points), from_zero=from_zero, ticks=ticks)
+    return Chart(title, (ChartSeries(title, role, points, axes=axes),), _note(points), from_zero=from_zero, ticks=ticks)
 
 
 def _loss(train: list[Point], evaluation: list[Point], axes: Axes) -> Chart | None:
-    series: list[Series] = []
+    series: list[ChartSeries] = []
     if len(train) >= SMOOTH_FROM:
-        series = [Series("training, each step", "faint", train, axes=axes)]
+        series = [ChartSeries("training, each step", "faint", train, axes=axes)]
         series += [
-            Series("training, smoothed", "train", smooth(train, share=share), axes=axes, smoothness=name)
+            ChartSeries("training, smoothed", "train", smooth(train, share=share), axes=axes, smoothness=name)
             for name, share in SMOOTHING.items()
         ]
     elif train:
-        series = [Series("training", "train", train, axes=axes)]
+        series = [ChartSeries("training", "train", train, axes=axes)]
     if evaluation:
-        series.append(Series("evaluation", "eval", evaluation, axes=axes))
+        series.append(ChartSeries("evaluation", "eval", evaluation, axes=axes))
     return Chart("Loss", tuple(series), _note(train or evaluation), log=True) if series else None
 
 
@@ -143,20 +143,20 @@ def _gradient_norm(norms: list[Point], verdicts: Sequence[VerdictReached], axes:
     known = {step: value for step, value in norms if value is not None}
     top = max(known.values(), default=1.0)
     marks = {verdict.step: f"{verdict.action}: {verdict.cause}" for verdict in verdicts}
-    series = [Series("gradient norm", "other", norms, axes=axes)]
+    series = [ChartSeries("gradient norm", "other", norms, axes=axes)]
     if marks:
         placed: list[Point] = [(step, known.get(step, top)) for step in sorted(marks)]
-        series.append(Series("verdict of the guard", "bad", placed, axes=axes, labels=marks))
+        series.append(ChartSeries("verdict of the guard", "bad", placed, axes=axes, labels=marks))
     return Chart("Gradient norm", tuple(series), _note(norms), from_zero=True, log=True)
 
 
 def _memory(measured: list[Point], predicted: float | None, axes: Axes) -> Chart | None:
     if not measured:
         return None
-    series = [Series("measured", "other", measured, axes=axes)]
+    series = [ChartSeries("measured", "other", measured, axes=axes)]
     if predicted is not None:
         level = predicted / GIB
-        series.append(Series("predicted", "eval", [(step, level) for step, _ in measured], axes=axes))
+        series.append(ChartSeries("predicted", "eval", [(step, level) for step, _ in measured], axes=axes))
     return Chart("Memory per device, GiB", tuple(series), _note(measured), from_zero=True)
 
 
@@ -202,7 +202,7 @@ def downsample(points: Sequence[Point]) -> Sequence[Point]:
     return found
 
 
-def _series_data(series: Series) -> dict[str, Any]:
+def _series_data(series: ChartSeries) -> dict[str, Any]:
     points = downsample(series.points)
     steps = [step for step, _ in points]
     labels = None if series.labels is None else [series.labels.get(int(step), "") for step in steps]

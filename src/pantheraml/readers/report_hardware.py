@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pantheraml.base.events import EventBase, GPUHealthChanged, HardwareFound, HardwareSampled, RunStarted
 from pantheraml.readers import number_format as figures
 from pantheraml.readers.hardware import GPUTotals, at, totals
-from pantheraml.readers.report_charts import GIB, Chart, Point, Series
+from pantheraml.readers.report_charts import GIB, Chart, ChartSeries, Point
 from pantheraml.readers.report_page import chart_cards, escape, table
 
 HOURS_FROM = 3 * 3600.0
@@ -46,8 +46,8 @@ def hardware_charts(events: Sequence[EventBase]) -> list[Chart]:
     cpu = _points(timed, lambda event: event.cpu_percent, scale)
     ram = _points(timed, lambda event: event.ram_bytes / GIB, scale)
     if any(value is not None for _, value in cpu):
-        found.append(Chart("Host CPU, %", (Series("CPU", "other", cpu),), from_zero=True, x=unit, top=100.0))
-    found.append(Chart("Host memory in use, GiB", (Series("memory", "other", ram),), from_zero=True, x=unit))
+        found.append(Chart("Host CPU, %", (ChartSeries("CPU", "other", cpu),), from_zero=True, x=unit, top=100.0))
+    found.append(Chart("Host memory in use, GiB", (ChartSeries("memory", "other", ram),), from_zero=True, x=unit))
     return found
 
 
@@ -82,15 +82,15 @@ def _points(
     return [(round(seconds * scale, 4), None if event is None else read(event)) for seconds, event in timed]
 
 
-def _series(lines: Sequence[tuple[int, list[Point]]]) -> tuple[Series, ...]:
+def _series(lines: Sequence[tuple[int, list[Point]]]) -> tuple[ChartSeries, ...]:
     if len(lines) == 1:
-        return (Series(f"GPU {lines[0][0]}", "train", lines[0][1]),)
-    each = [Series(f"GPU {index}", "faint", points, in_legend=False) for index, points in lines]
+        return (ChartSeries(f"GPU {lines[0][0]}", "train", lines[0][1]),)
+    each = [ChartSeries(f"GPU {index}", "faint", points, in_legend=False) for index, points in lines]
     mean: list[Point] = []
     for row in zip(*(points for _, points in lines), strict=True):
         known = [value for _, value in row if value is not None]
         mean.append((row[0][0], sum(known) / len(known) if known else None))
-    return (*each, Series("mean", "train", mean, in_legend=False))
+    return (*each, ChartSeries("mean", "train", mean, in_legend=False))
 
 
 def _note(lines: int) -> str:

@@ -39,7 +39,7 @@ MAX_MESSAGES = 50
 
 
 @dataclass(frozen=True)
-class Message:
+class LogMessage:
     time: float
     level: str
     """info, warn or error."""
@@ -67,7 +67,7 @@ class RunState:
     sample: HardwareSampled | None = None
     error: ErrorRaised | None = None
     finished: RunFinished | None = None
-    messages: deque[Message] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
+    messages: deque[LogMessage] = field(default_factory=lambda: deque(maxlen=MAX_MESSAGES))
     last_time: float | None = None
     """Time of the last event, by the clock of the run's host."""
     _stride: int = 1
@@ -160,4 +160,4 @@ class RunState:
             text, level = f"{event.error}: {event.what}", "error"
             self.error = self.error or event
         if text:
-            self.messages.append(Message(event.time, level, text))
+            self.messages.append(LogMessage(event.time, level, text))

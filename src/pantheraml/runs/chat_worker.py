@@ -72,7 +72,10 @@ class ChatWorkerProcess:
                     limit=_LONGEST_LINE,
                 )
             except OSError as err:
-                raise LaunchError(f"The chat worker could not be started: {err}.") from err
+                raise LaunchError(
+                    f"The chat worker could not be started: {err}.",
+                    fix="Check the limits of processes and memory (`ulimit -a`).",
+                ) from err
         return cls(process)
 
     @property

@@ -135,7 +135,10 @@ class SupervisedRun:
                     start_new_session=True,
                 )
             except OSError as err:
-                raise LaunchError(f"The supervisor of {self.name} could not be started: {err}.") from err
+                raise LaunchError(
+                    f"The supervisor of {self.name} could not be started: {err}.",
+                    fix="Check the limits of processes and memory (`ulimit -a`).",
+                ) from err
 
     def ending(self, token: int) -> RunExit | None:
         """Return how the start with this token ended; None: it has not, or could not record it."""

@@ -73,7 +73,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
         ) from err
     except yaml.YAMLError as err:
         if not isinstance(err, yaml.MarkedYAMLError):
-            raise ConfigError(f"The config file is not valid YAML: {err}.", where=str(path)) from err
+            raise ConfigError(
+                f"The config file is not valid YAML: {err}.",
+                where=str(path),
+                fix="Correct it, or start from the example in docs/quickstart.md.",
+            ) from err
         line = err.problem_mark.line + 1 if err.problem_mark else None
         raise ConfigError(
             f"The config file is not valid YAML: {err.problem}.",

@@ -13,6 +13,8 @@ _Switch = Annotated[bool, Field(strict=True)]
 
 
 class GPUConfig(OwnLoopConfig):
+    PAGE = "docs/own-loop.md"
+
     use_multi_gpu: _Switch = True
     """False: one GPU."""
     gpu_ids: list[Annotated[int, Field(ge=0, strict=True)]] = Field(default_factory=list)

@@ -122,7 +122,11 @@ def by_text(name: str, *, gigabytes: int | None = None, pcie: bool = False) -> G
         sized = [model for model in found if gigabytes in (None, model.nominal_gb)]
         if not sized:
             sizes = " or ".join(f"{model.nominal_gb} GB" for model in found)
-            raise ConfigError(f"{found[0].name} exists with {sizes}, not with {gigabytes} GB.", where=name)
+            raise ConfigError(
+                f"{found[0].name} exists with {sizes}, not with {gigabytes} GB.",
+                where=name,
+                fix=f"Write {sizes}, or leave the memory out.",
+            )
         return max(sized, key=lambda model: model.nominal_gb)
     names = {key: model.text for model in TABLE for key in _keys(model)}
     near = difflib.get_close_matches(wanted, names, n=1, cutoff=LIKE)

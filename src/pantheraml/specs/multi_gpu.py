@@ -146,22 +146,14 @@ class MultiGPUConfig:
     @model_validator(mode="before")
     @classmethod
     def _translate_legacy_aliases(cls, given: object) -> object:
+        if isinstance(given, dict):
+            given = dict(given)  # the caller's own stays as it is
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
         if isinstance(values, dict):
             translate_aliases(values)
         if isinstance(given, ArgsKwargs):  # not a section of a file, whose reader knows all keys
             cls._refuse_unknown(given.kwargs or {})
         return given
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _explain(cls, given: object, handler: ModelWrapValidatorHandler[MultiGPUConfig]) -> MultiGPUConfig:
-        try:
-            return handler(given)
-        except ValidationError as err:
-            if not isinstance(given, ArgsKwargs):  # a section of a file, whose reader explains it
-                raise
-            raise explained(err, cls) from None
 
     @classmethod
     def _refuse_unknown(cls, values: Mapping[str, object]) -> None:
@@ -196,3 +188,13 @@ class MultiGPUConfig:
         if self.stages_per_process > 1 and (self.pipeline or 1) == 1 and self.mode is not MultiGPUMode.HYBRID:
             raise ValueError("stages_per_process > 1 needs parallel.pipeline > 1")
         return self
+
+    @model_validator(mode="wrap")  # the last one, so that it sees errors of those above
+    @classmethod
+    def _explain(cls, given: object, handler: ModelWrapValidatorHandler[MultiGPUConfig]) -> MultiGPUConfig:
+        try:
+            return handler(given)
+        except ValidationError as err:
+            if not isinstance(given, ArgsKwargs):  # a section of a file, whose reader explains it
+                raise
+            raise explained(err, cls) from None

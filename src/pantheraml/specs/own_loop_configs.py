@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pantheraml.base.errors import ConfigError
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
+from pantheraml.specs.section_errors import UNKNOWN, without_fix
 from pantheraml.specs.train import (
     BadStepSettings,
     ClippingSettings,
@@ -26,6 +27,9 @@ from pantheraml.specs.unknown_field import fields_hint
 
 class OwnLoopConfig(ConfigSection):
     """A section set from Python: invalid fields raise ConfigError instead of pydantic's ValidationError."""
+
+    PAGE: ClassVar[str] = "docs/configuration.md, section stability"
+    """Where the fields and their values are documented."""
 
     def __init__(self, **given: Any) -> None:
         with _config_errors(type(self)):
@@ -74,6 +78,8 @@ def one_switch(given: Any) -> Any:
 
 
 class PerformanceOptimizationConfig(OwnLoopConfig):
+    PAGE = "docs/configuration.md, section parallel"
+
     enable_multi_gpu: bool = True
     """False: models are not wrapped. `use_multi_gpu` is another name."""
     multi_gpu_mode: Literal["auto", "none", "dataparallel", "distributed", "hybrid"] = "auto"
@@ -119,21 +125,21 @@ def stability_of(
 
 
 @contextmanager
-def _config_errors(section: type[ConfigSection]) -> Iterator[None]:
+def _config_errors(section: type[OwnLoopConfig]) -> Iterator[None]:
     try:
         yield
     except ValidationError as err:
         problems, unknown = [], []
         for detail in err.errors():
             name = ".".join(map(str, detail["loc"]))
-            if detail["type"] in ("extra_forbidden", "no_such_attribute"):
+            if detail["type"] in (*UNKNOWN, "no_such_attribute"):
                 problems.append(f"there is no field `{name}`")
-                unknown.append(name)
+                unknown += [name] if len(detail["loc"]) == 1 else []
             else:
-                message = detail["msg"].removeprefix("Value error, ")
+                message = without_fix(detail["msg"])
                 problems.append(f"`{name}` = {detail['input']!r}: {message}" if name else message)
-        raise ConfigError(
-            f"{section.__name__}: {'; '.join(problems)}.",
-            fix=f"{fields_hint(unknown, section.model_fields)} All other settings are for `pantheraml train`: see"
-            " docs/configuration.md.",
-        ) from err
+        fix = f"See {section.PAGE}."
+        if unknown:
+            hint = fields_hint(unknown, section.model_fields)
+            fix = f"{hint} All other settings are for `pantheraml train`: see docs/configuration.md."
+        raise ConfigError(f"{section.__name__}: {'; '.join(problems)}.", fix=fix) from err

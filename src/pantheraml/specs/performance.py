@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from pantheraml.base.errors import ConfigError
 from pantheraml.specs.multi_gpu import MultiGPUConfig, MultiGPUMode
 from pantheraml.specs.own_loop_configs import CHECKPOINTING, OwnLoopConfig, PerformanceOptimizationConfig, one_switch
+from pantheraml.specs.section_errors import without_fix
 
 
 class OptimizationLevel(StrEnum):
@@ -43,6 +44,8 @@ ONLY_IN_TRAIN = (
 
 
 class PerformanceConfig(OwnLoopConfig):
+    PAGE = "docs/own-loop.md"
+
     optimization_level: OptimizationLevel = OptimizationLevel.BASIC
     """How much to optimize: none, basic, advanced or ultra."""
     multi_gpu_config: MultiGPUConfig = Field(default_factory=MultiGPUConfig)
@@ -90,7 +93,7 @@ class PerformanceConfig(OwnLoopConfig):
         try:
             config = _checked(self.multi_gpu_config)
         except ValueError as err:  # also pydantic's, of a field that was assigned
-            reason = err.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(err, ValidationError) else err
+            reason = without_fix(err.errors()[0]["msg"]) if isinstance(err, ValidationError) else err
             raise ConfigError(f"MultiGPUConfig: {reason}.", fix="See docs/configuration.md, section parallel.") from err
         if self.enable_multi_gpu:
             return config
@@ -129,7 +132,7 @@ class PerformanceConfig(OwnLoopConfig):
                 changed = dataclasses.replace(self.multi_gpu_config, **{field: value})
             except ValidationError as err:
                 raise ConfigError(
-                    f"PerformanceConfig: `{name}` = {value!r}: {err.errors()[0]['msg']}.",
+                    f"PerformanceConfig: `{name}` = {value!r}: {without_fix(err.errors()[0]['msg'])}.",
                     fix="See docs/configuration.md, section parallel.",
                 ) from err
             name, value = "multi_gpu_config", changed

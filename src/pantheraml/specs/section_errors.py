@@ -14,6 +14,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """Types of error that pydantic has for a field that a class does not have."""
 
+_FIX = ".\n  fix: "
+
 
 def explained(err: ValidationError, owner: type) -> ValidationError:
     """Return the error with a fix in each of its messages."""
@@ -21,12 +23,17 @@ def explained(err: ValidationError, owner: type) -> ValidationError:
     for detail in err.errors(include_url=False):
         message, loc = detail["msg"].removeprefix("Value error, "), detail["loc"]
         if detail["type"] in UNKNOWN:
-            message = f"there is no field `{loc[-1]}`.\n  fix: {_hint(owner, tuple(map(str, loc)))}"
+            message = f"there is no field `{loc[-1]}`{_FIX}{_hint(owner, tuple(map(str, loc)))}"
         elif "fix:" not in message:
-            message += ".\n  fix: `pantheraml schema` shows every field, its type and meaning."
+            message += f"{_FIX}`pantheraml schema` shows every field, its type and meaning."
         error = PydanticCustomError(detail["type"], "{message}", {"message": message})
         lines.append(InitErrorDetails(type=error, loc=loc, input=detail["input"]))
     return ValidationError.from_exception_data(err.title, lines)
+
+
+def without_fix(message: str) -> str:
+    """Return what is wrong, for an error that has a fix of its own."""
+    return message.removeprefix("Value error, ").partition(_FIX)[0]
 
 
 def _hint(owner: type, loc: tuple[str, ...]) -> str:

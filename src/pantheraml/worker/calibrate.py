@@ -59,9 +59,9 @@ def measure(device: torch.device, seconds: float = SECONDS) -> MachineRates:
     matmul = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         if gpu or dtype is torch.float32:
-            matmul[name] = _product(watch, device, dtype, scale)
+            matmul[name] = _matmul(watch, device, dtype, scale)
     if gpu and torch.cuda.get_device_capability(device) >= (8, 9):
-        matmul["fp8"] = _fp8_product(watch, device)
+        matmul["fp8"] = _fp8_matmul(watch, device)
     return MachineRates(
         device=torch.cuda.get_device_name(device) if gpu else "cpu",
         matmul_tflops=matmul,
@@ -73,8 +73,8 @@ def measure(device: torch.device, seconds: float = SECONDS) -> MachineRates:
     )
 
 
-def _product(watch: Stopwatch, device: torch.device, dtype: torch.dtype, scale: int) -> float:
-    """A layer's product and the gradient of its input."""
+def _matmul(watch: Stopwatch, device: torch.device, dtype: torch.dtype, scale: int) -> float:
+    """A layer's matmul and that of its input's gradient."""
     tokens, width, inner = TOKENS // scale, WIDTH // scale, INNER // scale
     x = torch.randn(tokens, width, device=device, dtype=dtype)
     weight = torch.randn(inner, width, device=device, dtype=dtype)
@@ -83,19 +83,19 @@ def _product(watch: Stopwatch, device: torch.device, dtype: torch.dtype, scale: 
     return _tera(2 * 2 * tokens * width * inner, seconds)
 
 
-def _fp8_product(watch: Stopwatch, device: torch.device) -> float:
+def _fp8_matmul(watch: Stopwatch, device: torch.device) -> float:
     """The same in fp8, with a scale for each row."""
     x = torch.randn(TOKENS, WIDTH, device=device).to(torch.float8_e4m3fn)
     weight = torch.randn(INNER, WIDTH, device=device).to(torch.float8_e4m3fn)
     rows = torch.ones(TOKENS, 1, device=device)
     columns = torch.ones(1, INNER, device=device)
 
-    def product() -> Tensor:
+    def matmul() -> Tensor:
         return torch._scaled_mm(
             x, weight.T, scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    return _tera(2 * TOKENS * WIDTH * INNER, watch.median(product))
+    return _tera(2 * TOKENS * WIDTH * INNER, watch.median(matmul))
 
 
 def _attention(watch: Stopwatch, device: torch.device, scale: int) -> float:

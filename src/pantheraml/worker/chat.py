@@ -87,7 +87,7 @@ class LoadedModel:
         """Number of base models loaded so far."""
 
     def model(self, wanted: ChatModel) -> PreTrainedModel:
-        """Return the model with its adapter; unload whatever is in the way."""
+        """Return the model with its adapter; unload a different base or adapter first."""
         full = wanted.trained is not None and wanted.method.kind == "full"
         source = _in_folder(wanted.model, wanted.trained) if full and wanted.trained else wanted.model
         adapter = None if full else wanted.trained
@@ -192,7 +192,10 @@ def _encoded(tokenizer: Any, request: ChatRequest) -> list[int]:
     row: dict[str, Any] = {"messages": request.messages} if request.prompt_row is None else request.prompt_row.row
     ids = prompt_ids("messages", row, tokenizer)
     if not ids:
-        raise DataError("The chat template made no tokens of the messages.")
+        raise DataError(
+            "The chat template made no tokens of the messages.",
+            fix="Send a message with text, or correct the chat template.",
+        )
     return ids
 
 

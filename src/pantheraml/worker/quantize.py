@@ -135,7 +135,10 @@ def _linears(model: Any) -> list[str]:
     inside = tuple(f"{name}." for name, _ in decoder_layers(model))
     linears = [name for name in quantizable if name.startswith(inside)]
     if not linears:
-        raise UnsupportedModelError(f"The decoder layers of {type(model).__name__} have no linear layers to quantize.")
+        raise UnsupportedModelError(
+            f"The decoder layers of {type(model).__name__} have no linear layers to quantize.",
+            fix="Train the unquantized model with method.kind=lora.",
+        )
     return linears
 
 

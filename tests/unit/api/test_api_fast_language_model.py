@@ -480,8 +480,9 @@ def test_loading_errors(tiny_model: TinyModel, arguments: Any, error: type[Panth
 )
 def test_adapter_errors(tiny_model: TinyModel, arguments: Any, error: type[PantheraError], words: str) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(tiny_model("llama")), device_map="cpu")
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as caught:
         FastLanguageModel.get_peft_model(model, **arguments)
+    assert str(caught.value).count("fix:") == 1
 
 
 def test_get_peft_model_rejects_other_models(tiny_model: TinyModel) -> None:

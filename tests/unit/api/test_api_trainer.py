@@ -345,6 +345,8 @@ def test_bad_input(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             made(PantheraMLTrainer, folder, tmp_path, multi_gpu_config=MultiGPUConfig(**settings))
+    with pytest.raises(ConfigError, match="multi_gpu_config is a dict"):
+        made(PantheraMLTrainer, folder, tmp_path, multi_gpu_config={"backend": "gloo"})
 
 
 def test_old_arguments_of_any_model(folder: Path, tmp_path: Path) -> None:

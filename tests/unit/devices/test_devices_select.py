@@ -10,7 +10,7 @@ import pytest
 from pantheraml.base.env import ProcessRank
 from pantheraml.devices.fake_nvml import FakeNvml
 from pantheraml.devices.health import Health
-from pantheraml.devices.select import Candidate, devices_for_run, fit_here, select, select_here
+from pantheraml.devices.select import CandidateGPU, devices_for_run, fit_here, select, select_here
 from pantheraml.planner.choose import choose
 from pantheraml.specs.config_file import load_config, parse_overrides
 from pantheraml.specs.train import TrainConfig
@@ -19,9 +19,9 @@ Host = Callable[..., FakeNvml]
 GIB = 2**30
 
 
-def gpu(index: int, *, free: int | None = 100, status: Any = "ok", reason: str = "broken") -> Candidate:
+def gpu(index: int, *, free: int | None = 100, status: Any = "ok", reason: str = "broken") -> CandidateGPU:
     health = Health(status=status, reasons=() if status in ("ok", None) else (reason,))
-    return Candidate(index, 100 * GIB, None if free is None else free * GIB, health)
+    return CandidateGPU(index, 100 * GIB, None if free is None else free * GIB, health)
 
 
 def config(*settings: str) -> TrainConfig:

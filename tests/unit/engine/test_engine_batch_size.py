@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pantheraml.engine.batch_size import SAFE_SHARE, Inputs, Measured, choose_size, probe_sizes
+from pantheraml.engine.batch_size import SAFE_SHARE, ForwardInputs, Measured, choose_size, probe_sizes
 
 
 def measured(*seconds: float, bytes_per_sample: int = 100) -> list[Measured]:
@@ -36,7 +36,7 @@ def test_nothing_fits() -> None:
 def test_a_probe_measures_and_leaves_everything_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 1))
     buffers = [buffer.clone() for buffer in model.buffers()]
-    inputs = Inputs((torch.randn(3, 8),), {})
+    inputs = ForwardInputs((torch.randn(3, 8),), {})
     state = torch.get_rng_state()
     found = probe_sizes(model, inputs, 32)
     assert torch.equal(torch.get_rng_state(), state)

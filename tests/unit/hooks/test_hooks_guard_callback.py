@@ -240,7 +240,16 @@ def test_unsupported_callback_settings_raise() -> None:
     GuardCallback(**GuardCallback(group_norms_every=0).state()["args"])
 
 
-@pytest.mark.parametrize("settings", [{"clipping": "foo"}, {"foo": 3}])
-def test_unknown_keys_and_values_are_rejected(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="foo"):
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({"clipping": "foo"}, "See docs/stability.md for its keys."),
+        ({"foo": 3}, "Use one of its fields: "),
+        ({"cliping": "norm"}, "Did you mean `clipping`? See docs/stability.md for its keys."),
+    ],
+)
+def test_unknown_keys_and_values_are_rejected(settings: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))) as caught:
         GuardCallback(**settings)
+    assert f"\n  fix: {fix}" in str(caught.value)
+    assert str(caught.value).count("fix:") == 1

@@ -7,7 +7,7 @@ import pytest
 from pantheraml import FastLanguageModel
 from pantheraml.api.loading_options import wants_multi_gpu
 from pantheraml.base.errors import ConfigError, LaunchError
-from pantheraml.multigpu import enable_multi_gpu, launch
+from pantheraml.multigpu import enable_multi_gpu, launch, launch_distributed_training
 
 
 @pytest.mark.seed("C6", "S2-004", "S2-029", "S2-033", "S2-082")
@@ -55,6 +55,12 @@ def test_a_rank_that_lost_its_place_does_not_start_again_and_again(monkeypatch: 
     monkeypatch.setenv("PANTHERAML_RELAUNCHED", "1")
     with pytest.raises(LaunchError, match="missing from the environment"):
         enable_multi_gpu(2)
+
+
+def test_what_is_no_function() -> None:
+    for call in (lambda: launch(5, nproc=2), lambda: launch_distributed_training(world_size=2, train_func=None)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"(5|None) is not a function"):
+            call()
 
 
 def test_a_function_that_cannot_be_sent() -> None:

@@ -33,6 +33,7 @@ INPUTS: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
         (lambda: TrainSettings(max_steps="abc"), "`pantheraml schema` shows every field"),
         (lambda: MethodConfig(kind="loar"), "`pantheraml schema` shows every field"),
         (lambda: MultiGPUConfig(shard="x"), "`pantheraml schema` shows every field"),  # type: ignore[arg-type]
+        (lambda: MultiGPUConfig(output_device=3), "`pantheraml schema` shows every field"),
         (lambda: TrainConfig(data=INPUTS["data"]), "`pantheraml schema` shows every field"),
     ],
 )

@@ -72,7 +72,7 @@ def _standardize(dataset: Any, roles: dict[str, str], batch_size: int, num_proc:
 def _conversation_columns(rows: list[Row]) -> list[str]:
     """Return the columns whose values are lists of messages."""
     if not rows:
-        raise DataError("The data set is empty.")
+        raise DataError("The data set is empty.", fix="Check the split and the filters that it was made with.")
     found = [name for name in rows[0] if any(_is_conversation(row.get(name)) for row in rows)]
     if found:
         return found
@@ -134,7 +134,10 @@ class _Convert:
     def _message(self, message: Row) -> Row:
         role, content = _key(message, _ROLE_KEYS), _key(message, _CONTENT_KEYS)
         if role is None or content is None:
-            raise DataError(f"A message has the keys {join_names(message)}, which name no speaker or no text.")
+            raise DataError(
+                f"A message has the keys {join_names(message)}, which name no speaker or no text.",
+                fix=f"Name the speaker {join_names(_ROLE_KEYS)}, and the text {join_names(_CONTENT_KEYS)}.",
+            )
         if message[role] not in self._roles:
             raise self._unknown_roles({str(message[role]): 1})
         others = {name: value for name, value in message.items() if name not in (role, content, "role", "content")}

@@ -79,7 +79,10 @@ def response_markers(tokenizer: Any, instruction: str | None, response: str | No
     if instruction is None or response is None:
         return infer_markers(tokenizer)
     if not instruction.strip() or not response.strip():
-        raise ConfigError("instruction_part and response_part must not be blank.")
+        raise ConfigError(
+            "instruction_part and response_part must not be blank.",
+            fix="Pass the text that starts such a turn in the chat template, or leave both out.",
+        )
     try:
         ends = infer_markers(tokenizer).ends
     except ConfigError:  # no template, or none that shows it: responses end with the eos token or an instruction
@@ -118,7 +121,7 @@ def _labeled_splits(dataset: Any, name: str, mask: ResponseMask, markers: TurnMa
 def _labeled(dataset: Any, name: str, mask: ResponseMask, markers: TurnMarkers, num_proc: int | None) -> Any:
     first = next(iter(dataset), None)
     if first is None:
-        raise DataError(f"{name} is empty.")
+        raise DataError(f"{name} is empty.", fix="Check the split and the filters that it was made with.")
     if "input_ids" not in first:
         return dataset  # the collator tokenizes
     label_rows = _LabelRows(mask)

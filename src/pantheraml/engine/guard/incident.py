@@ -268,7 +268,11 @@ def write_incident(path: Path, step: int, findings: Sequence[Finding], context: 
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as err:
-        raise StorageError(f"Cannot create the folder for incidents: {err.strerror}.", where=str(path.parent)) from err
+        raise StorageError(
+            f"Cannot create the folder for incidents: {err.strerror}.",
+            where=str(path.parent),
+            fix="Free space on its disk, and check that the run folder is yours and writable.",
+        ) from err
     write_text(path, json.dumps(_as_json(content), indent=1))
 
 
@@ -277,7 +281,10 @@ def read_incident(path: Path) -> tuple[dict[str, Any], list[Finding]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
-        raise RunDirectoryError(f"Cannot read the incident {path}: {err}.") from err
+        raise RunDirectoryError(
+            f"Cannot read the incident {path}: {err}.",
+            fix="Give RUN_DIR/incidents/step-N.json of a run that had one.",
+        ) from err
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise RunDirectoryError(
             f"{path} is not an incident file that this version can read.", fix="Use the version that trained the run."

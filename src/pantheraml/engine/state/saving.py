@@ -137,7 +137,7 @@ def load_intact(store: CheckpointStore, step: int, world: World) -> Checkpoint:
     checkpoint, problem = _try_load(store, step, world)
     if checkpoint is None:
         assert problem is not None
-        raise DamagedCheckpointError(problem, where=str(store.path(step)))
+        raise DamagedCheckpointError(problem, where=str(store.path(step)), fix="Use another checkpoint.")
     return checkpoint
 
 

@@ -1,9 +1,9 @@
 """RMSNorm of every query and key head, then RoPE, on merged query, key and value."""
 
 from pantheraml.kernels.head_norm_rope.op import (
+    AttentionHeads,
     HeadGradient,
     HeadNorms,
-    HeadRows,
     head_norm_rope,
     head_norm_rope_backward,
     output_determines_input,
@@ -13,7 +13,7 @@ from pantheraml.kernels.head_norm_rope.reference import reference_head_norm_rope
 __all__ = [
     "HeadGradient",
     "HeadNorms",
-    "HeadRows",
+    "AttentionHeads",
     "head_norm_rope",
     "head_norm_rope_backward",
     "output_determines_input",

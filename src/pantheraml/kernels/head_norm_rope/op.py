@@ -39,7 +39,7 @@ class HeadNorms(NamedTuple):
         return weight.float() + (1.0 if self.plus_one else 0.0)
 
 
-class HeadRows(NamedTuple):
+class AttentionHeads(NamedTuple):
     """Query, key and value [tokens, heads, size], and what backward needs."""
 
     query: Tensor
@@ -80,7 +80,7 @@ def head_norm_rope(
     heads: tuple[int, int, int],
     keep_input: tuple[bool, bool] = (False, False),
     in_place: bool = False,
-) -> HeadRows:
+) -> AttentionHeads:
     """Split `merged` [tokens, all heads * size] into query, key and value; normalize and rotate query and key.
 
     With `in_place`, the results are views of `merged`, except for query or key whose input is to be kept. cos and sin
@@ -107,7 +107,7 @@ def head_norm_rope(
 
         triton_kernel.forward(inputs, outs, inverse, norms, cos, sin)
     saved = [source if keep else out for source, out, keep in zip(inputs, outs, keep_input, strict=False)]
-    return HeadRows(outs[0], outs[1], outs[2], (saved[0], saved[1]), inverse)
+    return AttentionHeads(outs[0], outs[1], outs[2], (saved[0], saved[1]), inverse)
 
 
 def head_norm_rope_backward(
@@ -126,8 +126,8 @@ def head_norm_rope_backward(
 ) -> HeadGradient:
     """Gradient of the merged matrix from `parts`, the gradients of query, key and value [tokens, heads, size].
 
-    `saved` are the tensors of `HeadRows`. With `quantize`, rows (times `multiplier` [columns]) are e4m3. `weights`:
-    also return the gradients of the weights, for which the inputs must have been kept.
+    `saved` are the tensors of `AttentionHeads`. With `quantize`, rows (times `multiplier` [columns]) are e4m3.
+    `weights`: also return the gradients of the weights, for which the inputs must have been kept.
     """
     if weights and not all(kept_input):
         raise ValueError("the gradients of the weights need the norms' inputs")

@@ -320,8 +320,8 @@ def _heads_gradient(
     group = cast(LinearGroup, qkv.group)  # a pass that is differentiated has no frozen groups
     no_weights = None, None
     if isinstance(qkv.norms, PartNorms):
-        turned = _merged(parts) if cos is None or sin is None else rope_backward(parts, cos, sin)
-        rows, weights = qkv.norms.backward(turned, tuple(saved_heads), weights=any(ctx.needs_input_grad[4:6]))
+        merged = _merged(parts) if cos is None or sin is None else rope_backward(parts, cos, sin)
+        rows, weights = qkv.norms.backward(merged, tuple(saved_heads), weights=any(ctx.needs_input_grad[4:6]))
         return group.gradient_operand(rows), weights
     if cos is None or sin is None:
         return group.gradient_operand(_merged(parts)), no_weights

@@ -12,6 +12,7 @@ from typing import Any
 
 from pantheraml.base import log
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models.gguf.kinds import SAVE_MERGED
 
 logger = log.get(__name__)
 
@@ -86,8 +87,7 @@ def gguf_family(config: Any) -> GgufFamily:
     if family is None:
         raise UnsupportedModelError(
             f"Models of type {config.model_type!r} cannot be converted to GGUF.",
-            fix=f"Known types are {', '.join(FAMILIES)}. For others, save a merged model and use llama.cpp's own"
-            " converter.",
+            fix=f"Known types are {', '.join(FAMILIES)}. For others: {SAVE_MERGED}",
         )
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     differs = family.check(config)

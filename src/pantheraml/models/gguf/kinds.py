@@ -20,6 +20,8 @@ TOOL_KINDS = (
 """Kinds that llama.cpp's `llama-quantize` makes from a bf16 file, without further data."""
 TOOL = "llama-quantize"
 DEFAULT_KIND = "q8_0"
+SAVE_MERGED = "Save a merged model, and use llama.cpp's own converter."
+"""What to do about a model that is not converted here."""
 _ALIASES = {
     "fast_quantized": "q8_0", "quantized": "q4_k_m", "not_quantized": "bf16", "q4_k": "q4_k_m", "q5_k": "q5_k_m",
     "q3_k": "q3_k_m",

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models.gguf.kinds import SAVE_MERGED
 
 _KNOWN = ("default", "linear", "yarn", "llama3", "longrope")
 
@@ -34,10 +35,12 @@ def _check_yarn(rope: Mapping[str, Any]) -> None:
     expected = {"attention_factor": 0.1 * math.log(rope["factor"]) + 1, "beta_fast": 32, "beta_slow": 1}
     for name, value in expected.items():
         if rope.get(name) is not None and not math.isclose(rope[name], value, rel_tol=1e-4):
-            raise UnsupportedModelError(f"YaRN with {name}={rope[name]} cannot be converted to GGUF.")
+            raise UnsupportedModelError(f"YaRN with {name}={rope[name]} cannot be converted to GGUF.", fix=SAVE_MERGED)
     other = [name for name in ("mscale", "mscale_all_dim") if rope.get(name) is not None]
     if other or rope.get("truncate") is False:
-        raise UnsupportedModelError(f"YaRN with {other[0] if other else 'truncate'} cannot be converted to GGUF.")
+        raise UnsupportedModelError(
+            f"YaRN with {other[0] if other else 'truncate'} cannot be converted to GGUF.", fix=SAVE_MERGED
+        )
 
 
 def head_size(config: Any) -> int:
@@ -58,7 +61,7 @@ def add_rope_keys(writer: Any, config: Any) -> None:
     sliding = (config.rope_parameters or {}).get("sliding_attention")
     if sliding is not None:
         if sliding.get("rope_type", "default") != "default":
-            raise UnsupportedModelError("Scaled RoPE in sliding layers cannot be converted to GGUF.")
+            raise UnsupportedModelError("Scaled RoPE in sliding layers cannot be converted to GGUF.", fix=SAVE_MERGED)
         writer.add_rope_freq_base_swa(float(sliding["rope_theta"]))
     match rope.get("rope_type", "default"):
         case "linear":

@@ -21,7 +21,7 @@ from pantheraml.base import log
 from pantheraml.base.errors import ConfigError, ModelError, StorageError, UnsupportedModelError
 from pantheraml.base.folders import added_files
 from pantheraml.models.gguf.families import GgufFamily, gguf_family
-from pantheraml.models.gguf.kinds import OWN_KINDS, TOOL, GgufKinds, parse_kinds
+from pantheraml.models.gguf.kinds import OWN_KINDS, SAVE_MERGED, TOOL, GgufKinds, parse_kinds
 from pantheraml.models.gguf.rope_keys import add_rope_keys, head_size, main_rope, rope_size, rope_tensors
 from pantheraml.models.gguf.vocabulary import add_vocabulary, read_vocabulary
 from pantheraml.models.saving.merged_folder import dequantized_notice
@@ -74,7 +74,9 @@ def check_gguf(config: Any, tokenizer: Any) -> None:
     family = gguf_family(config)
     main_rope(config)
     if family.interleaved_rope and rope_size(config) != head_size(config):
-        raise UnsupportedModelError("A Llama model that rotates parts of its heads cannot be converted to GGUF.")
+        raise UnsupportedModelError(
+            "A Llama model that rotates parts of its heads cannot be converted to GGUF.", fix=SAVE_MERGED
+        )
     read_vocabulary(tokenizer, config.vocab_size)
 
 
@@ -90,7 +92,11 @@ def _write(model: PreTrainedModel, file: Path, tokenizer: Any, kind: str) -> Non
         done = subprocess.run([tool, str(full), str(file), kind.upper()], capture_output=True, text=True, check=False)
         if done.returncode != 0 or not file.is_file():
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise ModelError(f"{TOOL} failed with exit code {done.returncode}: {' '.join(last)}", where=str(file))
+            raise ModelError(
+                f"{TOOL} failed with exit code {done.returncode}: {' '.join(last)}",
+                where=str(file),
+                fix="Write q8_0 or bf16, which need no llama-quantize, or update llama.cpp.",
+            )
 
 
 def _write_own(model: PreTrainedModel, file: Path, tokenizer: Any, kind: str) -> None:
@@ -182,7 +188,9 @@ def _file_tensors(model: PreTrainedModel, family: GgufFamily, arch: Any, kind: s
     for name, tensor in merged_tensors(model, torch.float32).items():
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise UnsupportedModelError(f"llama.cpp has no tensor for {name} of this {config.model_type} model.")
+            raise UnsupportedModelError(
+                f"llama.cpp has no tensor for {name} of this {config.model_type} model.", fix=SAVE_MERGED
+            )
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         layer = name.split(".")[-2]
         yield FileTensor(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pantheraml.base.errors import UnsupportedModelError
+from pantheraml.models.gguf.kinds import SAVE_MERGED
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
@@ -147,7 +148,7 @@ def _steps(part: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, A
 def _unsupported(reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"The tokenizer cannot be converted to GGUF: {reason}.",
-        fix="Save a merged model, and use llama.cpp's own converter.",
+        fix=SAVE_MERGED,
     )
 
 

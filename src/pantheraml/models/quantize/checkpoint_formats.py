@@ -36,6 +36,7 @@ _PARTS = {
 MXFP4_PARTS = ("blocks", "scales")
 _FP8_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 _FIX = "Use the model's plain (bf16) weights, and quantize them with model.precision or method.kind=qlora."
+_AGAIN = "The checkpoint is damaged: download it again, or use the model's plain (bf16) weights."
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,9 @@ def read_quantized_weight(
         case "fp8":
             return _read_fp8(parts, shape, checkpoint_format.block, where)
         case "mxfp4":
-            raise UnsupportedModelError("A linear layer in mxfp4 is not supported; only experts are.", where=where)
+            raise UnsupportedModelError(
+                "A linear layer in mxfp4 is not supported; only experts are.", where=where, fix=_FIX
+            )
 
 
 def nf4_checkpoint_tensors(weight: NF4Weight, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -139,7 +142,7 @@ def _read_nf4(parts: Mapping[str, Tensor], shape: torch.Size, where: str) -> NF4
         block, stored_shape = state["blocksize"], torch.Size(state["shape"])
         nested_block, offset = state.get("nested_blocksize"), state.get("nested_offset")
     except (ValueError, KeyError, TypeError) as err:
-        raise ModelError("The quantization state of a weight is corrupted.", where=where) from err
+        raise ModelError("The quantization state of a weight is corrupted.", where=where, fix=_AGAIN) from err
     if block != BLOCK or nested_block not in (None, SCALE_BLOCK) or not torch.equal(levels.cpu(), nf4_levels()):
         raise UnsupportedModelError(
             f"An nf4 weight with blocks of {block} (scales in blocks of {nested_block}) is not supported;"
@@ -151,7 +154,9 @@ def _read_nf4(parts: Mapping[str, Tensor], shape: torch.Size, where: str) -> NF4
     qdata = parts["weight"].contiguous().view(torch.uint8).flatten()
     blocks = -(-shape.numel() // BLOCK)
     if stored_shape != shape or qdata.numel() != -(-shape.numel() // 2) or absmax.numel() != blocks:
-        raise ModelError(f"A quantized weight of shape {tuple(stored_shape)} does not fit {tuple(shape)}.", where=where)
+        raise ModelError(
+            f"A quantized weight of shape {tuple(stored_shape)} does not fit {tuple(shape)}.", where=where, fix=_AGAIN
+        )
     if nested_block is None:
         return NF4Weight(qdata, BlockScales(absmax.float()), shape)
     step = _part(parts, "weight.nested_absmax", where).float()
@@ -162,14 +167,14 @@ def _read_nf4(parts: Mapping[str, Tensor], shape: torch.Size, where: str) -> NF4
         or table.numel() != 256
         or absmax.dtype != torch.uint8
     ):
-        raise ModelError("The scales of a quantized weight are corrupted.", where=where)
+        raise ModelError("The scales of a quantized weight are corrupted.", where=where, fix=_AGAIN)
     return NF4Weight(qdata, BlockScales(absmax, table, step, torch.full_like(step, offset)), shape)
 
 
 def _read_int8(parts: Mapping[str, Tensor], shape: torch.Size, where: str) -> Int8Weight:
     weight, largest = parts["weight"], _part(parts, "SCB", where)
     if weight.dtype != torch.int8 or weight.shape != shape or largest.numel() != shape[0]:
-        raise ModelError(f"A quantized int8 weight does not fit {tuple(shape)}.", where=where)
+        raise ModelError(f"A quantized int8 weight does not fit {tuple(shape)}.", where=where, fix=_AGAIN)
     layout = parts.get("weight_format")
     if layout is not None and int(layout) != 0:
         raise UnsupportedModelError("An int8 weight in a GPU-specific layout is not supported.", where=where, fix=_FIX)
@@ -184,7 +189,9 @@ def _read_fp8(parts: Mapping[str, Tensor], shape: torch.Size, block: tuple[int, 
             f"A quantized weight in {weight.dtype} is not supported; only float8_e4m3fn is.", where=where, fix=_FIX
         )
     if weight.shape != shape:
-        raise ModelError(f"A quantized weight of shape {tuple(weight.shape)} does not fit {tuple(shape)}.", where=where)
+        raise ModelError(
+            f"A quantized weight of shape {tuple(weight.shape)} does not fit {tuple(shape)}.", where=where, fix=_AGAIN
+        )
     dense, scale = weight.float(), scale.float()
     if scale.numel() == 1:
         return dense.mul_(scale.flatten())

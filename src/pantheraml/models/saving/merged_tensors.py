@@ -169,7 +169,10 @@ def merged_weight(layer: Any, name: str) -> Tensor:
     try:
         stand_in.merge(safe_merge=True)
     except ValueError as err:
-        raise ModelError(f"The adapter of {name} cannot be merged: {err}") from err
+        raise ModelError(
+            f"The adapter of {name} cannot be merged: {err}",
+            fix="Save the adapter alone: save_pretrained, or save_method='lora'.",
+        ) from err
     return cast(Tensor, dense.weight)
 
 

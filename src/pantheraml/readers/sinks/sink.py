@@ -78,7 +78,11 @@ class RunIdentity:
             path.parent.mkdir(exist_ok=True)
             private_folder(record.parent)
         except OSError as err:
-            raise StorageError(f"{path} could not be written: {err.strerror or err}.", where=str(path)) from err
+            raise StorageError(
+                f"{path} could not be written: {err.strerror or err}.",
+                where=str(path),
+                fix="Free space on its disk, and check that the folder is yours and writable.",
+            ) from err
         write_text(record, json.dumps({**self._user_record(), sink: run_id}))
         write_text(path, run_id + "\n")
 

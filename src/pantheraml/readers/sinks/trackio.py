@@ -25,7 +25,11 @@ class Trackio:
                     auto_log_gpu=False, auto_log_cpu=False,
                 )  # fmt: skip
         except (ValueError, OSError) as err:
-            raise ConfigError(f"trackio could not start a run: {err}", where="report.sinks") from err
+            raise ConfigError(
+                f"trackio could not start a run: {err}",
+                where="report.sinks",
+                fix="Correct report.project, or remove trackio from report.sinks.",
+            ) from err
         identity.record_id("trackio", run_id)
 
     def log(self, step: int, seconds: float, metrics: dict[str, float]) -> None:

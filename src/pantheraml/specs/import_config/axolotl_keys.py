@@ -86,7 +86,7 @@ NOT_SUPPORTED = {
         " streaming streaming_multipack_buffer_size pretraining_sample_concatenation dataset_shard_num"
         " dataset_shard_idx eval_sequence_len"
     ),
-    "start the machines with pantheraml train --nnodes, --nproc (docs/launching.md)": (
+    "start each node with pantheraml train --nnodes, --nproc (docs/launching.md)": (
         "use_ray ray_num_workers ray_run_name resources_per_worker"
     ),
     "set it in the environment of the tracker (such as WANDB_ENTITY)": (

@@ -53,7 +53,9 @@ def convert_file(path: Path, source: str = "auto") -> Conversion:
     try:
         values, lines = read_yaml(path)
     except ValueError as err:  # a date that no calendar has
-        raise ConfigError(f"The config file is not valid YAML: {err}.", where=str(path)) from err
+        raise ConfigError(
+            f"The config file is not valid YAML: {err}.", where=str(path), fix="Correct the date, or put it in quotes."
+        ) from err
     values = {str(key): value for key, value in values.items()}
     source = detect(values, path) if source == "auto" else source
     if source not in SOURCES:

@@ -32,7 +32,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConvertedSetting:
     """One line of the new config."""
 
     value: Any
@@ -47,7 +47,7 @@ class Draft:
     path: Path
     values: dict[str, Any]
     lines: Mapping[tuple[str, ...], int]
-    settings: dict[str, Setting] = field(default_factory=dict)
+    settings: dict[str, ConvertedSetting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     output_dir: str | None = None
     _known: set[str] = field(default_factory=set)
@@ -121,7 +121,7 @@ class Draft:
         present = [key for key in sources if self.has(key)]
         from_source = ", ".join(f"{key}: {show(self.get(key))}" for key in present)
         said = comment or from_source or f"default of {self.tool}"
-        self.settings[target] = Setting(value, f"{said} ({reason})" if reason else said, tuple(present))
+        self.settings[target] = ConvertedSetting(value, f"{said} ({reason})" if reason else said, tuple(present))
         for key in present:
             before = self._translated.get(key)
             targets = (*(before.targets if before else ()), target)

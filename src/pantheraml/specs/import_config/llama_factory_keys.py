@@ -81,7 +81,7 @@ NOT_SUPPORTED = {
         " recompute_granularity recompute_method recompute_num_layers mixed_precision export_hf_on_finish"
     ),
     "a checkpoint of another trainer cannot be resumed; see pantheraml resume": "resume_from_checkpoint",
-    "start the machines with pantheraml train --nnodes, --nproc (docs/launching.md)": (
+    "start each node with pantheraml train --nnodes, --nproc (docs/launching.md)": (
         "ray_num_workers ray_run_name ray_storage_path resources_per_worker placement_strategy ray_init_kwargs"
         " master_addr master_port"
     ),
