@@ -89,7 +89,7 @@ class ModelShapes:
     decoder: Decoder | None = None
     """None: not known, of a model read from its weight files alone, or of layers that are no plain decoder layers."""
     unlike: str | None = None
-    """What its layers have that the planner has no formulas for."""
+    """Parts of its layers for which the planner has no formulas."""
 
     @property
     def parameters(self) -> int:
@@ -367,7 +367,7 @@ class _GPT2Sizes(_Sizes):
 
 
 class _Gemma3Sizes(_Sizes):
-    """Of its text model."""
+    """Sizes of Gemma 3's text model."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         text = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, **config["text_config"]}

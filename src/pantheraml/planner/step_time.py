@@ -27,13 +27,13 @@ LIMITS = {
 """Part -> what limits a step in which it is the largest."""
 
 LAUNCHES_PER_LAYER = {True: 100, False: 83}
-"""Of a decoder layer's forward and backward, with fp8 matmuls and without; only the product with `launch_us`, which is
-measured, counts."""
+"""Kernels of a decoder layer's forward and backward, with fp8 matmuls and without. Only the product with `launch_us` is
+measured."""
 GAP_SECONDS = 48 * 1.5e-6
 """A layer's gaps between kernels on the GPU: a profile of Qwen3-4B's captured step has 48 kernels per layer, and 2.7 ms
 of 184 ms in no kernel."""
 FORWARD_SHARE = 1 / 3.5
-"""Of the forward in attention: two products, and five in the backward."""
+"""Share of the forward in attention's matmuls: two, and five in the backward."""
 LOGIT_BYTES = 12
 """Moved per logit: written and read in forward and backward, by chunks."""
 OPTIMIZER_BYTES = {("adamw", "fp32"): 36, ("adamw", "bf16"): 26, ("adamw_bf16", "fp32"): 28, ("adamw_bf16", "bf16"): 18}
@@ -269,7 +269,7 @@ def _eager_bytes(setting: Setting, sizes: LayerSizes) -> tuple[float, float]:
 
 
 def _backward_flops(setting: Setting, work: _Count) -> tuple[float, float]:
-    """Of a layer: for the gradients of inputs, and of weights."""
+    """Return a layer's FLOPs for the gradients of inputs, and of weights."""
     return work.backward_flops, (work.backward_flops if setting.method == "full" else 0.0)
 
 

@@ -24,7 +24,7 @@ FP8 = (9, 0)
 class _Change:
     text: str
     update: tuple[tuple[str, Any], ...]
-    """Of the setting."""
+    """Fields of the setting to change."""
     cost: int
     """Order of preference."""
     more_gpus: bool = False

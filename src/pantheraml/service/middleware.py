@@ -147,7 +147,7 @@ Place = tuple[str, int | None, str]
 
 
 def _place(address: str) -> Place | None:
-    """Of an address; None: it is none."""
+    """Return name, port and scheme of an address; None: it is not an address."""
     try:
         parts = urlsplit(address)
         return (parts.hostname or "").rstrip("."), parts.port, parts.scheme

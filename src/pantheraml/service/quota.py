@@ -1,4 +1,4 @@
-"""What the files and jobs of a user may fill, files on their way among them.
+"""Disk quota of a user's files and jobs, including files being uploaded.
 
 Bytes that are arriving are in no row yet. If they were not counted, a user could send any number of files at a time.
 One service has the database, so they are counted here. Folders of jobs, which hold checkpoints and models, are measured
@@ -31,7 +31,7 @@ _AGAIN_SECONDS = 2
 _MEASURED_SECONDS = 30.0
 """How long the measured size of a user's jobs counts: many files may come at once, and jobs grow slowly."""
 _MOST_KEPT_FREE = 1 << 30
-"""Of the disk, or a hundredth of it if that is less."""
+"""Bytes of the disk kept free, or a hundredth of it if that is less."""
 
 
 class Quota:
@@ -117,7 +117,7 @@ def _bytes_below(folders: Iterable[Path]) -> int:
 
 
 def _free_bytes(folder: Path) -> int:
-    """What files may fill: the database and the runs of jobs need the rest."""
+    """Return the bytes that files may fill: the database and the runs of jobs need the rest."""
     usage = shutil.disk_usage(folder)
     return usage.free - min(_MOST_KEPT_FREE, usage.total // 100)
 

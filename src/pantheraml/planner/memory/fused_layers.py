@@ -1,4 +1,4 @@
-"""What a fused decoder layer keeps for its backward, and what its backward holds at a time.
+"""Tensors that a fused decoder layer keeps for its backward, and that its backward holds at a time.
 
 Follows `models.fast.autograd_functions`, tensor by tensor: a tensor that is saved there is listed here.
 """

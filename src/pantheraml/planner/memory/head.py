@@ -1,4 +1,4 @@
-"""What the output head and the loss hold, by `kernels.linear_cross_entropy`: one chunk of logits at a time."""
+"""Tensors of the output head and the loss, by `kernels.linear_cross_entropy`: one chunk of logits at a time."""
 
 from __future__ import annotations
 

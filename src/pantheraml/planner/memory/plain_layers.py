@@ -1,4 +1,4 @@
-"""What a decoder layer of transformers keeps for its backward, as autograd saves it, and what its backward holds.
+"""Tensors that a decoder layer of transformers saves for its backward, and that its backward holds.
 
 Adapters are PEFT's. Under autocast every linear layer, and every adapter, casts its input for itself.
 """

@@ -147,7 +147,7 @@ class _Layer:
     backward: int
     """Held at the fullest moment of its backward."""
     prefetched: int = 0
-    """Of the next layer in the backward, if there is one."""
+    """Prefetched for the next layer in the backward, if there is one."""
 
 
 class _Rank:
@@ -359,7 +359,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Unsharded:
-    """What FSDP makes whole on a rank: bytes of one layer, or of all outside of layers."""
+    """Return the bytes that FSDP gathers on a rank: of one layer, or of all outside of layers."""
 
     weights: int
     gradients: int
@@ -393,7 +393,7 @@ def _micro_batches_in_flight(setting: Setting, pipeline: int) -> int:
 
 
 def _matmul_outputs(sizes: StepSizes) -> Iterable[int]:
-    """What selective checkpointing stores: outputs of matmuls and of attention."""
+    """Return the tensors that selective checkpointing saves: outputs of matmuls and of attention."""
     for group in sizes.groups:
         yield sizes.tokens * group.height * sizes.compute
     yield sizes.tokens * sizes.queries * sizes.compute

@@ -1,4 +1,4 @@
-"""What torch's allocator takes from the driver beyond what a step allocates at its peak.
+"""Memory that torch's allocator reserves beyond what a step allocates at its peak.
 
 The tensors that a prediction lists go through the simulated allocator in the order of a step: forward, loss, backward
 and optimizer of an eager step, of which the optimizer's states stay, and then a second one, which is captured as a CUDA
@@ -51,17 +51,17 @@ class StepTensors:
     lasting: tuple[int, ...]
     """Weights, adapters, workspaces, and gradients that outlive a step."""
     states: tuple[int, ...]
-    """Of the optimizer, made by the first step."""
+    """States of the optimizer, made by the first step."""
     layer: LayerTensors
     layers: int
     passes: int
     """Forward passes before the first backward."""
     gradients: tuple[int, ...]
-    """Of a layer."""
+    """Gradients of a layer."""
     outer_gradients: tuple[int, ...]
-    """Of what is outside of layers, the head's aside."""
+    """Gradients outside of layers, except the head's."""
     summed_gradient: int
-    """Of a tied embedding and head: added up in a third tensor; 0: not tied or not trained."""
+    """Gradient of a tied embedding and head, summed in a third tensor; 0: not tied or not trained."""
     head: HeadUse | None
     gathered: tuple[int, int]
     """FSDP: whole weights of a layer, and what its gradients take until they are reduced; 0: not sharded."""
@@ -70,7 +70,7 @@ class StepTensors:
 
 
 def driver_bytes(world_size: int, *, hopper: bool) -> int:
-    """What the driver counts for a process beyond what torch's allocator has reserved, at most."""
+    """Return what the driver counts for a process beyond what torch's allocator has reserved, at most."""
     return (CONTEXT_BYTES if hopper else OLDER_CONTEXT_BYTES) + (NCCL_BYTES if world_size > 1 else 0)
 
 

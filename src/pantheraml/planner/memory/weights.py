@@ -64,7 +64,7 @@ class Held:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What a pipeline rank has of the model."""
+    """The part of the model on a pipeline rank."""
 
     layers: int
     embedding: bool
@@ -142,7 +142,7 @@ def held_tensors(shapes: ModelShapes, setting: Setting, place: Place = FIRST_RAN
 
 
 def whole_tensors(shapes: ModelShapes, setting: Setting) -> list[Held]:
-    """What the ranks of an FSDP group hold together."""
+    """Return the tensors that the ranks of an FSDP group hold together."""
     dims = setting.dims.model_copy(update={"shard": 1, "context": 1})
     return held_tensors(shapes, setting.model_copy(update={"dims": dims, "fused": False}))
 
@@ -199,7 +199,7 @@ def _adapter(weight: Weight, setting: Setting, place: Place) -> Iterator[Held]:
 
 
 def _fused_buffers(decoder: Decoder, setting: Setting) -> Iterator[Held]:
-    """What models.fast.linear_groups stores for each group of layers besides the adapters themselves."""
+    """Return what models.fast.linear_groups stores for each group of layers besides the adapters themselves."""
     sizes = step_sizes(decoder, setting)
     for group in sizes.groups:
         height, width, pad = group.height, group.width, sizes.pad(group)

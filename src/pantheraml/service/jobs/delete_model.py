@@ -49,7 +49,8 @@ async def delete_model(
 
 
 async def delete_checkpoints(database: Database, settings: Settings, job_id: str, why: str) -> None:
-    """Of a job that has ended; its model stays. The folder goes first: a service killed in between is asked again."""
+    """Delete the checkpoints of a job that has ended; its model stays. The folder goes first: a service killed in
+    between is asked again."""
     folder = SupervisedRun(settings.jobs.resolve() / job_id, job_id).run_dir.path / "checkpoints"
     if folder.is_dir():
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -34,7 +34,7 @@ _ACTIONS = {
     "roll_back": "skipped, back to an older checkpoint",
     "stop": "ends the run",
 }
-"""What the guard did with a step."""
+"""Decisions of the guard about a step."""
 
 _MESSAGES: dict[type[EventBase], tuple[str, Say]] = {
     run_events.DataReady: ("info", lambda e: f"Data ready ({e.split}): {e.rows} rows, {e.target_tokens} target tokens"),

@@ -21,7 +21,7 @@ from pantheraml.specs.run_dir import RunDir
 from pantheraml.specs.tasks import ExportRequest
 
 FOLDER = "merged"
-"""Of the run folder."""
+"""Folder of merged weights in the run folder."""
 MOST_WAITING = 16
 _SECONDS = 4 * 3600.0
 MergeStatus = Literal["none", "merging", "merged", "failed"]

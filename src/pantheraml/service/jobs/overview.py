@@ -23,7 +23,7 @@ from pantheraml.specs.service_api import DeviceHolder, DeviceStatus, HostStatus,
 
 _LATELY_SECONDS = 30.0
 _SHOWN = (Job.id, Job.owner, Job.model, Job.priority, Job.processes, Job.queued_at, Job.suffix)
-"""Of a job in the queue."""
+"""Columns shown of a job in the queue."""
 _CHUNK = 100
 """Jobs that are asked for at once."""
 
@@ -135,7 +135,7 @@ async def queue_now(
 
 
 async def _first_rows(session: AsyncSession, context: ServiceContext, wanted: int) -> list[Any]:
-    """Of the queue, in the order in which the dispatcher has last seen it; those queued since then come last.
+    """Return the first rows of the queue, in the order that the dispatcher saw last; jobs queued since then come last.
 
     A long queue is not read whole: its head is asked for by name.
     """

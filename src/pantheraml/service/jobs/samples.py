@@ -1,4 +1,4 @@
-"""What a model writes before and after its fine-tuning, for the first rows of the job's evaluation or training data."""
+"""Generations before and after a fine-tuning, for the first rows of the job's evaluation or training data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Sample:
 
 
 def first_samples(path: Path, format: str, count: int) -> list[Sample]:
-    """Of the first rows; those that begin with the model's own words have no prompt, and are left out."""
+    """Return prompts and answers of the first rows; rows that begin with the assistant's words have no prompt, and are
+    left out."""
     found: list[Sample] = []
     for chunk in read_lines(path, plain=False):
         for line, row in chunk.rows():
@@ -75,7 +76,7 @@ def write_samples(folder: Path, found: dict[str, Any]) -> None:
 
 
 def read_samples(folder: Path) -> dict[str, Any] | None:
-    """What was written last; None if nothing was."""
+    """Return the newest samples; None if there are none."""
     try:
         found: dict[str, Any] = json.loads((folder / FILE_NAME).read_text("utf-8"))
     except FileNotFoundError:

@@ -205,7 +205,7 @@ def _cards(devices: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What jobs may have that may use the same GPUs."""
+    """GPUs that jobs with access to the same ones may have."""
 
     usable: list[str]
     usable_cards: int

@@ -22,7 +22,7 @@ from pantheraml.service.store.tables import File
 from pantheraml.service.stored import StoredFile
 
 _FORM_BYTES = 1 << 20
-"""Of a form, around its file."""
+"""Bytes that a form may have around its file."""
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 

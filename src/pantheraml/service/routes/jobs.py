@@ -214,7 +214,7 @@ async def delete_checkpoints(
 
 @router.get("/plan")
 async def plan(job: WholeJob) -> dict[str, Any]:
-    """What the planner chose for the job, with reasons."""
+    """The planner's choices for the job, with reasons."""
     return job.plan
 
 

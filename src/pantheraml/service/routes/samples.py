@@ -1,4 +1,4 @@
-"""What a model writes before and after its fine-tuning."""
+"""Generations before and after a fine-tuning."""
 
 from __future__ import annotations
 

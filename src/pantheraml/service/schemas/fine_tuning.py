@@ -22,7 +22,7 @@ METRIC_KINDS = ("train.step", "eval.done")
 CHECKPOINT = ":ckpt-step-"
 """In the name of a checkpoint, after that of its model."""
 MOST_PAIRS = 16
-"""Of metadata."""
+"""Pairs of metadata that a job may have."""
 FileId = Annotated[str, Field(max_length=64)]
 
 
