@@ -71,7 +71,7 @@ def _steps(level: Any, width: int, layers: int, rows: int, steps: int) -> list[f
 
 
 TABLE = Table(
-    title="Optimization levels of an own loop",
+    title="Levels of an own loop",
     how="Layers of Linear, GELU and LayerNorm under AdamW, float32 data; each level includes the one before. Median of"
     " the steps after the first 15, levels taken in turn.",
     columns=(

@@ -61,7 +61,7 @@ def rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 TABLE = Table(
-    title="Kernels of a step",
+    title="Step profile",
     how="Five steps after three under torch's profiler, by `pantheraml profile`; calls per step.",
     columns=(
         Column("shape", "parameters.shape"),

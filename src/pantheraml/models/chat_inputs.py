@@ -13,9 +13,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from torch import nn
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from pantheraml.models.derived_class import RuntimeSubclass
+from pantheraml.models.eval_mode import without_checkpointing
 
 
 class ChatTokens(list[Any]):
@@ -118,10 +120,14 @@ class ChatInputsMixin:
     """Mixin placed before a model's own class."""
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does; a mapping of the tokenizer may take the place of `input_ids`."""
+        """Generate as transformers does; a mapping of the tokenizer may take the place of `input_ids`.
+
+        A model in training mode need not be set to eval mode first: activation checkpointing is suspended.
+        """
         if isinstance(inputs, Mapping):
             inputs, kwargs = None, {**inputs, **kwargs}
         elif isinstance(given := kwargs.get("input_ids"), Mapping):
             own = {name: value for name, value in kwargs.items() if name != "input_ids" and value is not None}
             kwargs = {**given, **own}
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        with without_checkpointing(cast(nn.Module, self)):
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Run a model in eval mode without gradients, and restore its modes."""
+"""Run a model in eval mode without gradients, or without activation checkpointing, and restore its modes."""
 
 from __future__ import annotations
 
@@ -22,3 +22,20 @@ def eval_no_grad(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Suspend activation checkpointing.
+
+    In training mode, checkpointed layers of transformers drop the key/value cache: all but the first new token would be
+    generated from the last token alone.
+    """
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in checkpointed:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in checkpointed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pantheraml.base import log
@@ -39,6 +40,19 @@ class RopeChange:
         text = config.get_text_config()
         text.rope_parameters = copy.deepcopy(self.rope_parameters)
         text.max_position_embeddings = self.max_position_embeddings
+
+    def apply_to_built(self, model: nn.Module) -> int:
+        """Change a model that was built with the RoPE of its config.json; return how many RoPE modules it has."""
+        kind = type(model.config.get_text_config())  # type: ignore[union-attr, operator]
+        modules = [m for m in model.modules() if isinstance(getattr(m, "config", None), kind)]
+        for config in {id(module.config): module.config for module in modules}.values():
+            self.apply(config)
+        ropes = [module for module in modules if type(module).__name__.endswith("RotaryEmbedding")]
+        for rope in ropes:
+            device = next(rope.buffers()).device
+            rope.__init__(rope.config)  # type: ignore[misc]
+            rope.to(device)
+        return len(ropes)
 
     def write(self, adapter: Path) -> None:
         write_text(adapter / FILE, json.dumps(asdict(self), indent=1))

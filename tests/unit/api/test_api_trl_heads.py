@@ -5,17 +5,31 @@ Plain PEFT runs TRL's own head, in this process as well: the patches leave model
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
+from trl import DPOConfig, DPOTrainer
 
 from pantheraml.hooks import trl as trl_hooks
 from pantheraml.hooks.orpo import ORPO_HEAD
 from pantheraml.hooks.registry import REGISTRY
 from pantheraml.models.causal_lm import fast_model
-from tests.unit.api.trl_runs import Record, gradient_error, make_trainer, plain_model, recorded
+from tests.unit.api.trl_runs import (
+    SAMPLING,
+    SETTINGS,
+    Record,
+    gradient_error,
+    loaded,
+    make_trainer,
+    plain_base,
+    plain_model,
+    recorded,
+    rows,
+)
 from tests.unit.api.trl_runs import fast_model as new_model
 
 pytestmark = pytest.mark.usefixtures("restored_environment")
@@ -206,6 +220,36 @@ def test_an_adapter_that_the_script_calls_ref_is_kept(folder: Path, tmp_path: Pa
     with pytest.raises(ValueError, match="already exists"):
         make_trainer("dpo", fast, folder, tmp_path)
     assert "ref" in fast.peft_config
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])
+def test_the_reference_of_a_full_fine_tune_has_its_scaled_rope(folder: Path, tmp_path: Path, kind: str) -> None:
+    """TRL loads it from the folder, which does not know of the scaling."""
+    model = loaded(folder, full_finetuning=True, max_seq_length=4096)
+    assert model.rope is not None
+    run = make_trainer(kind, model, folder, tmp_path, max_steps=1)
+    run.train()
+    assert run.ref_model is not None
+    logged = run.state.log_history[0]
+    assert logged["kl" if kind in SAMPLING else "rewards/chosen"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_full_fine_tune_takes_arguments_of_older_versions(folder: Path, tmp_path: Path) -> None:
+    args = DPOConfig(output_dir=str(tmp_path), **SETTINGS)
+    model = loaded(folder, full_finetuning=True)
+    run = DPOTrainer(
+        model, args=args, beta=0.3, train_dataset=rows("dpo"), tokenizer=AutoTokenizer.from_pretrained(folder)
+    )
+    assert run.args.beta == 0.3
+
+
+def test_a_reference_that_the_script_passes_keeps_its_rope(folder: Path, tmp_path: Path) -> None:
+    model, reference = loaded(folder, full_finetuning=True, max_seq_length=4096), plain_base(folder)
+    before = copy.deepcopy(reference.config.rope_parameters)
+    args = DPOConfig(output_dir=str(tmp_path), **SETTINGS)
+    data, tokenizer = rows("dpo"), AutoTokenizer.from_pretrained(folder)
+    DPOTrainer(model, reference, args, train_dataset=data, processing_class=tokenizer)
+    assert reference.config.rope_parameters == before
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])

@@ -142,6 +142,18 @@ def test_rows_without_a_response_are_dropped_and_counted(folder: Path, caplog: p
     assert "train_dataset: 2 of 4 rows have no response and are left out" in caplog.text
 
 
+@pytest.mark.parametrize("instruction", ["<user>", "<human>"])
+def test_an_instruction_marker_that_never_occurs_is_told(
+    folder: Path, instruction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an end-of-turn token, user messages would be trained on."""
+    trainer = sft_trainer(folder, ROWS)
+    with caplog.at_level(logging.WARNING):
+        train_on_responses_only(trainer, instruction, "<assistant>")
+    assert ("'<human>' is in none of the first 2 rows" in caplog.text) == (instruction == "<human>")
+    assert [targets(trainer, row["labels"]) for row in trainer.train_dataset] == EXPECTED
+
+
 @pytest.mark.parametrize("kind", ["dataset", "stream"])
 def test_a_marker_that_never_occurs_is_an_error(folder: Path, kind: str) -> None:
     rows: Any = ROWS if kind == "dataset" else IterableDataset.from_generator(lambda: iter(ROWS))
@@ -205,3 +217,21 @@ def test_a_collator_that_tokenizes_is_wrapped(folder: Path) -> None:
     assert batch_targets(trainer) == sorted(EXPECTED)
     with pytest.raises(DataError, match="occurs in none of the first 2 rows"):
         train_on_responses_only(hf_trainer(folder, ROWS, _TokenizingCollator), "<user>", "<bot>")
+
+
+def _preference_collator(_tokenizer: Any) -> Any:
+    return lambda rows: {name: torch.ones(len(rows), 4) for name in ("input_ids", "completion_mask")}
+
+
+def _classifier_collator(_tokenizer: Any) -> Any:
+    return lambda rows: {"input_ids": torch.ones(len(rows), 4), "labels": torch.ones(len(rows))}
+
+
+@pytest.mark.parametrize("collator", [_preference_collator, _classifier_collator, lambda _: list])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_a_trainer_without_a_label_for_each_token(folder: Path, collator: Any, as_tokens: bool) -> None:
+    """Those of pairs (DPO), rewards (GRPO) and classes."""
+    trainer = hf_trainer(folder, tokenized(folder, ROWS) if as_tokens else ROWS, collator)
+    with pytest.raises(ConfigError, match="a label for each token") as raised:
+        train_on_responses_only(trainer)
+    assert "Use it with SFTTrainer" in str(raised.value)

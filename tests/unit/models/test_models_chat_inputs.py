@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from pantheraml.engine.memory.checkpointing import apply_checkpointing
 from pantheraml.models.causal_lm import make_fast
 from pantheraml.models.chat_inputs import accept_both_forms
 from pantheraml.models.loader import load_model, load_tokenizer
@@ -113,6 +114,24 @@ def test_generate_accepts_every_form(model_and_tokenizer: tuple[Any, Any], ids: 
         assert torch.equal(model.generate(input_ids=given, **settings), expected)
         assert torch.equal(model.generate(input_ids=given, attention_mask=None, **settings), expected)
         assert torch.equal(model.generate(**given, **settings), expected)
+
+
+@pytest.mark.parametrize("mode", ["trainer's", "full", "offload"])
+def test_generate_needs_no_eval_mode(tiny_model: Callable[..., Path], mode: Any) -> None:
+    """As after `trainer.train()`: checkpointed layers would drop the key/value cache."""
+    config = ModelConfig(path=str(tiny_model("llama")))
+    model = make_fast(load_model(config, dtype=torch.float32, device=torch.device("cpu")))
+    settings: dict[str, Any] = {"input_ids": torch.arange(3, 15)[None], "max_new_tokens": 8, "do_sample": False}
+    expected = model.eval().generate(**settings)
+    if mode == "trainer's":
+        model.gradient_checkpointing_enable()
+    else:
+        apply_checkpointing(model, mode)
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    assert layers
+    assert torch.equal(model.train().generate(**settings), expected)
+    assert model.training
+    assert all(layer.gradient_checkpointing for layer in layers)
 
 
 def test_torch_and_forward_passes_compute_with_the_ids(

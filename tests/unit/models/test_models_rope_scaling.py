@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from pantheraml import FastLanguageModel
 from pantheraml.base.errors import ConfigError, ModelError, UnsupportedModelError
 from pantheraml.models.loader import load_tokenizer
 from pantheraml.models.rope_scaling import FILE, RopeChange, plan_rope
 from pantheraml.specs.train import ModelConfig
+from tests import toy_vision
 
 IDS = torch.arange(3, 43)[None]
 LONG = torch.arange(3, 123)[None]
@@ -103,6 +104,23 @@ def test_windowed_layers_keep_their_rope(tiny_model: Callable[..., Path]) -> Non
     assert change.rope_parameters == {"sliding_attention": sliding, "full_attention": {**full, "factor": 16.0}}
     with pytest.raises(UnsupportedModelError, match="each type of layer"):
         plan_rope(config, None, {"rope_type": "linear", "factor": 2.0})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_5_vl", "pixtral"])
+def test_a_model_that_is_built_can_be_changed(tiny_model: Callable[..., Path], family: str, tmp_path: Path) -> None:
+    """Text models, types of layers with a RoPE of their own, and text models inside vision-language models."""
+    vision = family in toy_vision.FAMILIES
+    folder = toy_vision.write(family, tmp_path) if vision else tiny_model(family)
+    kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(folder)
+    change = plan_rope(config, 4 * config.get_text_config().max_position_embeddings)
+    assert change is not None
+    built = kind.from_pretrained(folder, dtype=torch.float32)
+    before = logits(built)
+    change.apply(config)
+    assert change.apply_to_built(built) == 1
+    assert torch.equal(logits(built), logits(kind.from_pretrained(folder, config=config, dtype=torch.float32)))
+    assert not torch.allclose(logits(built), before, atol=1e-4)
 
 
 def test_models_without_scalable_rope_keep_the_error(tiny_model: Callable[..., Path]) -> None:

@@ -64,6 +64,9 @@ class ResponseMask:
     def has_marker(self, ids: Ids) -> bool:
         return self._response.search(self.text(ids)) is not None
 
+    def has_instruction(self, ids: Ids) -> bool:
+        return self._instruction.search(self.text(ids)) is not None
+
     def text(self, ids: Ids) -> str:
         return "".join(self._pieces(ids))
 

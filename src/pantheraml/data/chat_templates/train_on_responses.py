@@ -6,7 +6,7 @@ Tokenized data sets get a `labels` column. A collator that makes labels of its o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,7 @@ def _labeled(dataset: Any, name: str, mask: ResponseMask, markers: TurnMarkers, 
         raise DataError(f"{name} is empty.", fix="Check the split and the filters that it was made with.")
     if "input_ids" not in first:
         return dataset  # the collator tokenizes
+    _warn_without_instruction(itertools.islice(dataset, _PEEKED_ROWS), name, mask, markers)
     label_rows = _LabelRows(mask)
     if isinstance(dataset, list):
         made = label_rows({key: [row[key] for row in dataset] for key in first})["labels"]
@@ -158,6 +159,16 @@ def _labeled_stream(dataset: Any, name: str, label_rows: _LabelRows, mask: Respo
     return kept
 
 
+def _warn_without_instruction(rows: Iterable[Row], name: str, mask: ResponseMask, markers: TurnMarkers) -> None:
+    """Warn if user messages could be taken for a part of the response before them."""
+    ids = [row["input_ids"] for row in rows]
+    if any(map(mask.has_marker, ids)) and not any(map(mask.has_instruction, ids)):
+        logger.warning(
+            "%s: the instruction marker %r is in none of the first %d rows, so only end-of-turn and eos tokens end a "
+            "response", name, markers.instruction, len(ids),
+        )  # fmt: skip
+
+
 def _no_response(rows: Any, name: str, mask: ResponseMask, markers: TurnMarkers) -> DataError:
     """Return the error for data without a single labeled token."""
     if any(mask.has_marker(row["input_ids"]) for row in rows):
@@ -186,8 +197,14 @@ class ResponseCollator:
         batch = self._collator(
             [{name: row[name] for name in row if name != "labels" or "input_ids" not in row} for row in features]
         )
-        ids = batch["input_ids"]
-        labels = batch.get("labels", ids)
+        if not _has_token_labels(batch):
+            raise ConfigError(
+                "train_on_responses_only needs a trainer that computes its loss from a label for each token, and the "
+                "batches of this one have none.",
+                fix="Use it with SFTTrainer. Trainers of pairs and rewards (DPO, KTO, ORPO, GRPO, ...) leave prompts "
+                "out of the loss by themselves.",
+            )
+        ids, labels = batch["input_ids"], batch["labels"]
         keep = labels.new_tensor(np.stack([self._mask(row) for row in ids.tolist()]))
         if batch.get("attention_mask") is not None:
             keep = keep * (batch["attention_mask"] != 0)
@@ -195,12 +212,21 @@ class ResponseCollator:
         return batch
 
 
+def _has_token_labels(batch: Any) -> bool:
+    if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+        return False
+    return bool(batch["input_ids"].shape == batch["labels"].shape)
+
+
 def _keeps_labels(collator: Any, row: Row) -> bool:
     """Return whether a collator passes on the labels of tokenized rows."""
     if "input_ids" not in row:
         return False
     features = {name: row[name] for name in _TENSORS if name in row}
-    labels = np.asarray(collator([features])["labels"])
+    batch = collator([features])
+    if not _has_token_labels(batch):
+        return False
+    labels = np.asarray(batch["labels"])
     return int((labels != IGNORED).sum()) <= int((np.asarray(row["labels"]) != IGNORED).sum())
 
 
