@@ -135,7 +135,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _checked_host(name: str) -> str:
     """Return the name. ConfigError if it has a scheme or a port: it would never match."""
     if not re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+", name):
-        raise ConfigError(f"--allow-host takes a name such as tune.example.com, without scheme and port, not {name!r}.")
+        raise ConfigError(
+            f"--allow-host {name!r} is not the name of a host.",
+            fix="Give a name such as tune.example.com, without scheme and port.",
+        )
     return name
 
 
