@@ -50,3 +50,11 @@ def test_the_peak_grows_with_depth_as_predicted(mode: Any) -> None:
     assert predicted(4, setting) - predicted(2, setting) == many - few
     # on a CPU the softmax of the loss is computed in plain torch, with more tensors
     assert predicted(4, setting) == pytest.approx(many, rel=0.03)
+
+
+@pytest.mark.seed("S4-040", partly="42 % less for the plain layers of a small model on a CPU")
+def test_bf16_takes_little_more_than_half_the_peak() -> None:
+    """Weights, gradients and most activations are in bf16; norms, softmax and loss stay in float32."""
+    full = Setting(device="cpu", method="full", precision="fp32", micro_batch=ROWS, seq_len=LENGTH)
+    mixed = full.model_copy(update={"precision": "bf16", "trained_weights": "bf16"})
+    assert traced(4, mixed) == pytest.approx(0.58 * traced(4, full), rel=0.03)
