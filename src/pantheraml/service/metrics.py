@@ -26,6 +26,7 @@ from pantheraml.service.store.usage import used
 from pantheraml.specs.service_api import DeviceStatus, RunningJob
 
 _HEALTH = {"ok": 0, "warn": 1, "fail": 2}
+_WANTING = [state.value for state in (State.QUEUED, State.STARTING, State.RUNNING, State.PAUSING)]
 _OF_STEPS = {
     "train_loss": "Training loss of the newest step.",
     "learning_rate": "Learning rate of the newest step.",
@@ -87,11 +88,14 @@ async def _service(session: AsyncSession, context: ServiceContext) -> list[Metri
         jobs.add_metric((state.value,), count)
     oldest = await session.scalar(select(func.min(Job.queued_at)).where(Job.state == State.QUEUED.value))
     waiting = 0.0 if oldest is None else max(0.0, time.time() - oldest)
-    host = host_now(context)
+    wanted = await session.scalar(select(func.sum(Job.processes)).where(Job.state.in_(_WANTING)))
+    devices, host = context.dispatcher.inventory.devices, host_now(context)
     used_bytes = host.ram_used_bytes
     return [
         build,
         jobs,
+        _single("devices", "GPUs, their shares, or CPU slots that jobs may have.", len(devices)),
+        _single("devices_wanted", "Devices that jobs hold or wait for.", wanted or 0),
         _single("queue_jobs", "Jobs that wait for devices.", counted[State.QUEUED]),
         _single("queue_oldest_seconds", "How long the first of them waits; 0 if there is none.", waiting),
         _single("dispatcher_alive", "1 if jobs are started and watched, 0 if not.", float(context.dispatcher.is_alive)),
