@@ -249,8 +249,8 @@ def _prediction(chosen: Candidate, outlook: Outlook, sources: tuple[str, ...]) -
     hours = None if total is None else plan.world_size * total / 3600
     watts = None if rates is None else rates.watts
     told = [*sources, *(time.sources if time is not None else (_why_no_time(chosen),))]
-    if time is None and chosen.ranking_seconds:
-        told.append(f"a step takes at least {chosen.ranking_seconds:.3g} s, by the peaks of the data sheet")
+    if time is None and (least := chosen.least_seconds) is not None:
+        told.append(f"a step takes at least {least:.3g} s, by the peaks of the data sheet")
     if hours is not None and watts is not None:
         told.append(f"energy: {watts:.0f} W per GPU throughout, the GPUs alone")
     return Prediction(
