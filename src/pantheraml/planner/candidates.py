@@ -147,7 +147,8 @@ def of_plan(problem: Problem, decided: Decided, plan: Plan) -> Candidate:
 
 def _timed(problem: Problem, decided: Decided, plan: Plan, setting: Setting) -> Candidate:
     known, bounds = problem.time_inputs
-    time = None if known is None else predict_time(setting, known)
+    foreign = problem.model.why_other_kernels(fused=setting.fused)
+    time = None if known is None or foreign is not None else predict_time(setting, known)
     bound = None if bounds is None else predict_time(setting, bounds)
     ranked = time or bound
     return Candidate(problem, decided, plan, setting, time, 0.0 if ranked is None else ranked.seconds)
