@@ -87,6 +87,11 @@ def parse_cluster(text: str) -> Cluster:
     pcie, nvlink = (re.search(rf"\b{word}\b", name_and_link, re.IGNORECASE) is not None for word in ("pcie", "nvlink"))
     if pcie and nvlink:
         raise ConfigError(f"{text!r} says both nvlink and pcie.", fix="Keep one of them.")
+    if (bits := _NETWORK.search(name_and_link)) is not None:
+        raise ConfigError(
+            f"{bits[0]!r} of {text!r} may be the memory of a GPU, or a network.",
+            fix='Write memory in GB, and the network after a comma: "2x8xH100-80GB nvlink, 400Gb".',
+        )
     name = re.sub(r"\b(pcie|nvlink)\b", " ", name_and_link, flags=re.IGNORECASE)
     memory = _GPU_MEMORY.search(name)
     bare = (name[: memory.start()] + name[memory.end() :] if memory else name).strip(" -")

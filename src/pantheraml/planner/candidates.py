@@ -21,7 +21,7 @@ from pantheraml.planner.layer_sizes import layer_sizes
 from pantheraml.planner.memory import predict_memory
 from pantheraml.planner.model_shapes import ModelShapes
 from pantheraml.planner.setting import Setting, setting_of
-from pantheraml.planner.step_time import StepTime, TimeInputs, predict_time
+from pantheraml.planner.step_time import StepTime, TimeInputs, least_seconds, predict_time
 from pantheraml.specs.multi_gpu import MultiGPUMode
 from pantheraml.specs.parallel import DIMENSIONS, ParallelDims
 from pantheraml.specs.plan import DeviceSpec, Plan
@@ -89,7 +89,7 @@ class Candidate:
     setting: Setting
     time: StepTime | None
     ranking_seconds: float
-    """Seconds to compare by: predicted, or a lower bound from data-sheet peaks; 0: not known."""
+    """Seconds to compare by: predicted, or the same from data-sheet peaks; 0: not known."""
     _memory: tuple[MemoryPrediction | None] | None = None
 
     @property
@@ -101,6 +101,12 @@ class Candidate:
     @property
     def fits(self) -> bool | None:
         return fits(self.memory)
+
+    @property
+    def least_seconds(self) -> float | None:
+        """Seconds of a step at the data sheet's peaks; None: not known."""
+        peaks = self.problem.time_inputs[1]
+        return None if peaks is None else least_seconds(self.setting, peaks)
 
     @property
     def parallel_effort(self) -> int:
@@ -141,7 +147,8 @@ def of_plan(problem: Problem, decided: Decided, plan: Plan) -> Candidate:
 
 def _timed(problem: Problem, decided: Decided, plan: Plan, setting: Setting) -> Candidate:
     known, bounds = problem.time_inputs
-    time = None if known is None else predict_time(setting, known)
+    foreign = problem.model.why_other_kernels(fused=setting.fused)
+    time = None if known is None or foreign is not None else predict_time(setting, known)
     bound = None if bounds is None else predict_time(setting, bounds)
     ranked = time or bound
     return Candidate(problem, decided, plan, setting, time, 0.0 if ranked is None else ranked.seconds)

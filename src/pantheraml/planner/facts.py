@@ -12,6 +12,7 @@ from pantheraml.base.errors import PantheraError
 from pantheraml.planner.known_models import known_config
 from pantheraml.planner.known_rates import known_rates, peak_rates, rates_of
 from pantheraml.planner.links import Links
+from pantheraml.planner.memory.fused_layers import FUSED_FAMILIES
 from pantheraml.planner.model_shapes import FAMILIES, ModelShapes, read_shapes, shapes_of_config
 from pantheraml.planner.rates import MachineRates, slowest
 from pantheraml.specs.gpu_table import GPUModel, by_driver_name
@@ -28,6 +29,8 @@ UNFUSED = {
     "gpt2": "an MLP without a gate",
 }
 """Families of known sizes whose layers never run fused, with what they have."""
+FUSED = (*FUSED_FAMILIES, "smollm3", "ministral", "ministral3", "olmo2", "olmo3", "cwm", "exaone4")
+"""Families whose layers run fused (models.fast.families); of others, nobody knows before they are loaded."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ class ModelFacts:
     def heads_divide(self) -> int:
         """Degrees of tensor and context parallelism must divide this; 1: not known."""
         return math.gcd(self.heads or 1, self.kv_heads or self.heads or 1)
+
+    def why_other_kernels(self, *, fused: bool) -> str | None:
+        """Why layers run other kernels than those whose time is predicted; None: they run these.
+
+        `fused`: the plan has fused layers, which a family that cannot be fused leaves as they are.
+        """
+        if self.family is None or self.family in FUSED or (not fused and self.family != "gemma2"):
+            return None
+        unfused = UNFUSED.get(self.family)
+        if unfused is None:
+            return f"whether layers of {self.family} run fused is not known before they are loaded"
+        return f"layers of {self.family} do not run fused ({unfused})"
 
 
 @dataclass(frozen=True)

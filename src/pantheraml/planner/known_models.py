@@ -69,6 +69,9 @@ _TABLE: dict[str, tuple[Any, ...]] = {
 }
 # fmt: on
 
+_WINDOWS = {"mistral-7b-v0.1": 4096, "gemma-3-270m": 512, "gemma-3-1b": 512}
+"""`sliding_window` of models of the table."""
+
 _SIGLIP = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -119,7 +122,8 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 def _config(name: str) -> dict[str, Any] | None:
     if name in _TABLE:
-        return dict(zip(_KEYS, _TABLE[name], strict=True))
+        window = {"sliding_window": _WINDOWS[name]} if name in _WINDOWS else {}
+        return dict(zip(_KEYS, _TABLE[name], strict=True)) | window
     if name in _VISION:
         text = dict(zip(_KEYS, _VISION[name], strict=True))
         return {"model_type": "gemma3", "text_config": text, "vision_config": dict(_SIGLIP)}

@@ -33,6 +33,8 @@ class LayerSizes:
     """None: not known, of a model read from its weight files alone."""
     normed_heads: int = 0
     """Width of the queries and keys, if norms of their heads come before RoPE."""
+    window: int | None = None
+    """Tokens that attention reaches in some layers or all; None: the whole document, or not known."""
 
 
 def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
@@ -71,6 +73,7 @@ def layer_sizes(shapes: ModelShapes) -> LayerSizes | None:
         tied=shapes.tied,
         head_size=None if decoder is None else decoder.head_dim,
         normed_heads=decoder.queries + decoder.keys if of_heads and decoder is not None else 0,
+        window=shapes.window,
     )
 
 

@@ -90,6 +90,8 @@ class ModelShapes:
     """None: not known, of a model read from its weight files alone, or of layers that are no plain decoder layers."""
     unlike: str | None = None
     """Parts of its layers for which the planner has no formulas."""
+    window: int | None = None
+    """Tokens before a token that attention reaches in some layers or all; None: the whole document, or not known."""
 
     @property
     def parameters(self) -> int:
@@ -201,7 +203,12 @@ def shapes_of_config(config: Mapping[str, Any]) -> ModelShapes:
         weights = tuple(known.weights(sizes, tied))
     except KeyError as err:
         raise ModelError(f"The model's config.json lacks {err}.", fix="Download it again.") from err
-    return ModelShapes(weights, tied, None if known.unlike else sizes.decoder(), known.unlike)
+    return ModelShapes(weights, tied, None if known.unlike else sizes.decoder(), known.unlike, _window_of(config))
+
+
+def _window_of(config: Mapping[str, Any]) -> int | None:
+    uses = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
+    return config.get("sliding_window") if uses else None
 
 
 class _Sizes:

@@ -101,13 +101,13 @@ def plan_run(
             why_not_predicted(model.shapes, base.setting, capability=problem.capability)
             or "the memory of the GPU is not known"
         )
-        if base.setting.fused and (unfused := UNFUSED.get(model.family or "")) is not None:
+        chosen = _by_weights_alone(base, may_change=resumed is None)
+        if chosen.setting.fused and (unfused := UNFUSED.get(model.family or "")) is not None:
             why += f"; whatever train.fused says, layers of {model.family} do not run fused ({unfused})"
-        weights = sum(model.shapes.frozen_bytes(base.setting.frozen_weights or "bf16").values())
-        why += f"; all weights together take {_gib(weights)} as these rules store them"
+        weights = sum(model.shapes.frozen_bytes(chosen.setting.frozen_weights or "bf16").values())
+        why += f"; all weights together take {_gib(weights)} as this plan stores them"
         if _fits_uncompiled(base):
             why += ", but it would fit even without compiling"
-        chosen = _by_weights_alone(base, may_change=resumed is None)
         return _finished(chosen, (), outlook, (f"memory is not predicted, so the rules decide: {why}",))
     compared = _compared(base, quantize=resumed is None)
     best = _best(base, compared)
@@ -249,8 +249,8 @@ def _prediction(chosen: Candidate, outlook: Outlook, sources: tuple[str, ...]) -
     hours = None if total is None else plan.world_size * total / 3600
     watts = None if rates is None else rates.watts
     told = [*sources, *(time.sources if time is not None else (_why_no_time(chosen),))]
-    if time is None and chosen.ranking_seconds:
-        told.append(f"a step takes at least {chosen.ranking_seconds:.3g} s, by the peaks of the data sheet")
+    if time is None and (least := chosen.least_seconds) is not None:
+        told.append(f"a step takes at least {least:.3g} s, by the peaks of the data sheet")
     if hours is not None and watts is not None:
         told.append(f"energy: {watts:.0f} W per GPU throughout, the GPUs alone")
     return Prediction(
@@ -272,7 +272,9 @@ def _why_no_time(chosen: Candidate) -> str:
     given, _ = chosen.problem.time_inputs
     unlike = chosen.problem.shapes.unlike
     no_sizes = NO_SIZES if unlike is None else f"the model has {unlike}"
-    return f"time is not predicted: {no_sizes if given is None else why_no_time(chosen.setting, given)}"
+    foreign = chosen.problem.model.why_other_kernels(fused=chosen.setting.fused)
+    why = no_sizes if given is None else foreign or why_no_time(chosen.setting, given)
+    return f"time is not predicted: {why}"
 
 
 def total_steps(config: TrainConfig, sequences: float | None) -> int | None:

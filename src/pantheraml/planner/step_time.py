@@ -6,10 +6,11 @@ counted in bytes per token. The counts follow the kernels; they agree with the t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pantheraml.planner.layer_sizes import LayerSizes, layer_sizes
 from pantheraml.planner.links import Links
+from pantheraml.planner.memory.weights import shard_degree
 from pantheraml.planner.model_shapes import ModelShapes
 from pantheraml.planner.rates import MachineRates
 from pantheraml.planner.setting import Setting
@@ -26,9 +27,9 @@ LIMITS = {
 }
 """Part -> what limits a step in which it is the largest."""
 
-LAUNCHES_PER_LAYER = {True: 100, False: 83}
-"""Kernels of a decoder layer's forward and backward, with fp8 matmuls and without. Only the product with `launch_us` is
-measured."""
+LAUNCHES_PER_LAYER, BF16_LAUNCHES_PER_LAYER = 100, 83
+"""Kernels of a fused decoder layer's forward and backward, with fp8 matmuls and without. Only the product with
+`launch_us` is measured. Unfused layers were not, and have more kernels: they are taken to be no quicker than fp8's."""
 GAP_SECONDS = 48 * 1.5e-6
 """A layer's gaps between kernels on the GPU: a profile of Qwen3-4B's captured step has 48 kernels per layer, and 2.7 ms
 of 184 ms in no kernel."""
@@ -84,6 +85,8 @@ class TimeInputs:
     """Parameters."""
     rates: MachineRates
     links: Links | None = None
+    bound: bool = False
+    """The rates are peaks that kernels are taken to reach, without gaps between them."""
 
     @classmethod
     def of(
@@ -135,9 +138,12 @@ def predict_time(setting: Setting, given: TimeInputs) -> StepTime | None:
     rates, sizes, dims = given.rates, given.sizes, setting.dims
     assert rates.attention_tflops is not None
     assert rates.copy_gb_s is not None
-    flops = {name: rate * SUSTAINED for name, rate in rates.matmul_tflops.items()}
-    attention_rate = rates.attention_tflops * 1e12 * SUSTAINED * _length_factor(setting, sizes)
-    copy = rates.copy_gb_s * 1e9 * SUSTAINED
+    sustained, eager_share, gap = (1.0, 1.0, 0.0) if given.bound else (SUSTAINED, EAGER_SHARE, GAP_SECONDS)
+    flops = {name: rate * sustained for name, rate in rates.matmul_tflops.items()}
+    attention_rate = rates.attention_tflops * 1e12 * sustained
+    if not given.bound:
+        attention_rate *= _length_factor(setting, sizes)
+    copy = rates.copy_gb_s * 1e9 * sustained
     work = _layer_work(setting, sizes)
     layers, passes = sizes.layers / dims.pipeline, setting.accumulation
     again = 1.0 if setting.activation_checkpointing in ("full", "offload") else 0.0
@@ -151,14 +157,14 @@ def predict_time(setting: Setting, given: TimeInputs) -> StepTime | None:
     head_flops, head_bytes = _head_work(setting, sizes)
     head_matmul = head_flops / (flops["fp8" if _fp8_head(setting, sizes) else _plain(setting)] * 1e12)
     attention = layers * (1 + again * FORWARD_SHARE) * _attention_flops(setting, given) / attention_rate
-    layer_copy = copy if setting.fused or setting.compile else copy * EAGER_SHARE
+    layer_copy = copy if setting.fused or setting.compile else copy * eager_share
     memory = layers * ((1 + cheap_again) * work.forward_bytes + work.backward_bytes) / layer_copy
     memory += (head_bytes + 8 * setting.tokens * sizes.hidden) / copy
     compute = matmul + head_matmul + attention + memory
 
-    launch = layers * (1 + again / 3) * GAP_SECONDS
+    launch = layers * (1 + again / 3) * gap
     if not setting.cuda_graph and rates.launch_us is not None:
-        host = layers * LAUNCHES_PER_LAYER[_fp8_layers(setting)] * (1 + again / 3) * rates.launch_us * 1e-6
+        host = layers * _launches(setting) * (1 + again / 3) * rates.launch_us * 1e-6
         launch = max(launch, host - compute)
     one = compute + launch
     parts = {
@@ -173,15 +179,36 @@ def predict_time(setting: Setting, given: TimeInputs) -> StepTime | None:
     return StepTime(parts, _sources(setting, given))
 
 
+def least_seconds(setting: Setting, peaks: TimeInputs) -> float | None:
+    """Seconds that no step can go below, whatever hides communication. `peaks`: with the rates of the data sheet."""
+    time = predict_time(setting, replace(peaks, bound=True))
+    return None if time is None else time.seconds - time.parts["communication"]
+
+
 def _sources(setting: Setting, given: TimeInputs) -> tuple[str, ...]:
     told = [f"rates: {given.rates.source}"]
     if not setting.cuda_graph and given.rates.launch_us is None:
         told.append("the host's time to launch kernels is not known, and left out")
+    if not setting.cuda_graph and given.rates.launch_us is not None and not (setting.fused or setting.compile):
+        told.append("the host's time to launch unfused layers was not measured, and is taken from fused ones")
+    window = given.sizes.window
+    if window is not None and window < setting.seq_len:
+        told.append(f"attention is counted over whole sequences: layers with a window of {window:,} tokens take less")
+    if setting.packed and setting.seq_len > RATED_LENGTH:
+        told.append("attention of packed rows is counted as of one document each: shorter documents take less")
+    if setting.method == "dora":
+        told.append("DoRA's norms of whole weights are not counted, so a step takes longer")
     if setting.activation_checkpointing == "offload":
         told.append("copies to host memory are counted as hidden behind the layers")
     if setting.dims.world_size > 1:
         told.append("communication: predicted from the bandwidth and latency of the links, not measured")
     return tuple(told)
+
+
+def _launches(setting: Setting) -> int:
+    """Kernels of a layer, in units of `launch_us`."""
+    quick = (setting.fused or setting.compile) and not _fp8_layers(setting)
+    return BF16_LAUNCHES_PER_LAYER if quick else LAUNCHES_PER_LAYER
 
 
 def _plain(setting: Setting) -> str:
@@ -297,7 +324,7 @@ def _head_work(setting: Setting, sizes: LayerSizes) -> tuple[float, float]:
 def _optimizer_bytes(setting: Setting, trained: int) -> float:
     dtype = setting.trained_weights if setting.method == "full" else "fp32"
     each = EIGHT_BIT_BYTES if setting.optimizer == "adamw8bit" else OPTIMIZER_BYTES[setting.optimizer, dtype]
-    return each * trained / (setting.dims.shard * setting.dims.tensor * setting.dims.pipeline)
+    return each * trained / (shard_degree(setting) * setting.dims.tensor * setting.dims.pipeline)
 
 
 def trained_parameters(setting: Setting, shapes: ModelShapes) -> int:
@@ -341,7 +368,8 @@ def _communication(setting: Setting, given: TimeInputs, compute: float) -> float
     passes, rows = setting.accumulation, setting.tokens * 2.0  # bytes of one value per token
     layers = sizes.layers / dims.pipeline
     trained = given.trained / (dims.tensor * dims.pipeline)
-    gradient_bytes = trained * (2 if setting.method == "full" and setting.trained_weights == "bf16" else 4)
+    narrow = setting.method == "full" and setting.trained_weights == "bf16" and dims.shard == 1  # FSDP reduces in fp32
+    gradient_bytes = trained * (2 if narrow else 4)
     waits = 0.0
     if dims.tensor > 1:
         each = links.reduce_seconds(dims, "tensor", rows * sizes.hidden) or 0.0
@@ -350,20 +378,22 @@ def _communication(setting: Setting, given: TimeInputs, compute: float) -> float
         moved = rows * (sizes.qkv + sizes.queries) / dims.tensor
         each = links.gather_seconds(dims, "context", moved) or 0.0
         waits += passes * layers * (2 + again) * each
-        waits += links.reduce_seconds(dims, "context", gradient_bytes) or 0.0
+        if dims.shard == 1:
+            waits += links.reduce_seconds(dims, "context", gradient_bytes) or 0.0
     if dims.pipeline > 1:
         bandwidth = links.bandwidth(dims, "pipeline")
         assert bandwidth is not None
         each = links.latency(dims, "pipeline") + rows * sizes.hidden / bandwidth
         waits += 2 * passes * setting.stages_per_process * each
     if dims.shard > 1:
-        each = 2 * (links.gather_seconds(dims, "shard", _gathered_bytes(setting, given)) or 0.0)
-        each += 2 * layers * links.latency(dims, "shard")
-        scattered = links.gather_seconds(dims, "shard", gradient_bytes) or 0.0
+        sharing = dims.model_copy(update={"shard": dims.shard * dims.context, "context": 1})  # neighbors share weights
+        each = 2 * (links.gather_seconds(sharing, "shard", _gathered_bytes(setting, given)) or 0.0)
+        each += 2 * layers * links.latency(sharing, "shard")
+        scattered = links.gather_seconds(sharing, "shard", gradient_bytes) or 0.0
         first = each / (2 * layers)  # nothing is at work while the first layer is gathered
         waits += (passes - 1) * max(first, each - compute) + max(first, each + scattered - compute)
     if dims.replicate > 1:
-        reduced = links.reduce_seconds(dims, "replicate", gradient_bytes / dims.shard) or 0.0
+        reduced = links.reduce_seconds(dims, "replicate", gradient_bytes / shard_degree(setting)) or 0.0
         backward = compute * 2 / 3
         waits += max(0.05 * reduced, reduced - backward)  # the last bucket has nothing to hide behind
     return waits

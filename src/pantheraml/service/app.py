@@ -236,19 +236,33 @@ async def _claimed(settings: Settings) -> IO[bytes]:
     if not settings.models_dir.is_dir():
         raise ConfigError(f"There is no folder {settings.models_dir}.", fix="Set --models-dir to a folder of models.")
     path = settings.data_dir / "service.lock"
+    while True:
+        lock = _opened(path)
+        try:
+            await _lock(lock, settings)
+            if _is_at(path, lock):  # else somebody removed it meanwhile, and another service may have locked a new one
+                for leftover in settings.incoming.iterdir():
+                    leftover.unlink()
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+
+
+def _opened(path: Path) -> IO[bytes]:
     try:
-        lock = os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT), "r+b")
+        return os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT), "r+b")
     except OSError as err:
         what = f"The lock of the data folder cannot be opened: {err.strerror}."
         raise ConfigError(what, where=str(path), fix="Remove it if no service runs here.") from err
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
     try:
-        await _lock(lock, settings)
-        for leftover in settings.incoming.iterdir():
-            leftover.unlink()
-    except BaseException:
-        lock.close()
-        raise
-    return lock
+        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 async def _lock(lock: IO[bytes], settings: Settings) -> None:

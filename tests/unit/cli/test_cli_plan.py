@@ -7,15 +7,18 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from pantheraml.base.errors import OutOfMemoryError
 from pantheraml.cli.main import main
 from pantheraml.planner import plan_run
+from pantheraml.planner.facts import ModelFacts
 from pantheraml.planner.known_models import known_config
+from pantheraml.planner.model_shapes import shapes_of_config
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
 
@@ -146,6 +149,7 @@ def test_weights_that_do_not_fit_are_seen_where_nothing_else_is_predicted(plan: 
     assert (small.frozen_weights, small.activation_checkpointing) == (None, "none")
     assert (large.frozen_weights, large.activation_checkpointing) == ("nf4", "full")
     assert large.reason("frozen_weights") == "the weights alone need 15.0 GiB of 14.9 GiB"
+    assert any("weights together take 5.3 GiB as this plan stores them" in each for each in large.prediction.sources)
     assert main(["plan", "--model", "Llama-3.1-70B", "--gpus", "1xT4"]) != 0
     assert main(["plan", "--model", "Llama-3.1-8B", "--gpus", "1xT4", "--method", "full"]) != 0
 
@@ -156,7 +160,10 @@ def test_weights_that_do_not_fit_are_seen_where_nothing_else_is_predicted(plan: 
         ("Qwen/Qwen3-30B-A3B", ("a mixture of experts", "do not run fused", "all weights together take 56.0 GiB")),
         ("openai/gpt-oss-20b", ("a mixture of experts", "do not run fused", "all weights together take 38.4 GiB")),
         ("google/gemma-3-4b-it", ("a vision part", "all weights together take ")),
-        ("google/gemma-2-2b", ("layers of gemma2 do not run fused (capped attention scores)",)),
+        (
+            "google/gemma-2-2b",
+            ("layers of gemma2 do not run fused (capped attention scores)", "Time     not predicted"),
+        ),
     ],
 )
 def test_what_is_not_predicted_of_a_known_model_is_told(
@@ -167,6 +174,33 @@ def test_what_is_not_predicted_of_a_known_model_is_told(
     assert "billion parameters" in shown
     assert "by hidden size" in shown
     assert [part for part in told if part not in shown] == []
+
+
+def test_no_time_is_shown_of_layers_that_run_other_kernels(plan: Any) -> None:
+    """Times are those of fused layers in fp8, replayed as a CUDA graph, which these families have none of."""
+    shapes = shapes_of_config(known_config("Llama-3.1-8B") or {})
+    gpu = laptop(80).gpus[0].model_copy(update={"name": "NVIDIA H100 80GB HBM3", "compute_capability": (9, 0)})
+    devices = laptop(80).model_copy(update={"gpus": (gpu,)})
+
+    def found(family: str, *, fused: Literal["auto", "off"] = "auto") -> Plan:
+        given = config("Llama-3.1-8B")
+        given.train.fused = fused
+        facts = ModelFacts(replace(shapes, decoder=None), family=family)
+        return plan_run.plan_run(given, devices, model=facts)
+
+    def seconds(made: Plan) -> float | None:
+        assert made.prediction is not None
+        return made.prediction.step_seconds
+
+    starcoder = found("starcoder2")
+    assert starcoder.fused
+    assert seconds(starcoder) is None
+    assert starcoder.prediction is not None
+    assert any("whether layers of starcoder2 run fused" in each for each in starcoder.prediction.sources)
+    assert seconds(found("starcoder2", fused="off")) is not None
+    assert seconds(found("gemma2", fused="off")) is None, "scores of its attention are capped"
+    assert seconds(found("gpt2")) is None
+    assert seconds(found("olmo2")) is not None
 
 
 def test_experts_stay_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:

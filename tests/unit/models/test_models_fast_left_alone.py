@@ -15,6 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pantheraml.models.fast import fuse, is_fused
 from pantheraml.models.fast.families import FAMILIES as FAMILY_TABLE
 from pantheraml.models.fast.families import UNFUSED
+from pantheraml.planner.facts import FUSED
+from pantheraml.planner.facts import UNFUSED as PLANNED_UNFUSED
 from tests.unit.models.test_models_fast import (
     EXACT,
     LAYERS,
@@ -69,6 +71,9 @@ def test_tables_name_classes_that_exist() -> None:
     for name in [*FAMILY_TABLE, *UNFUSED]:
         module, _, kind = name.rpartition(".")
         assert issubclass(getattr(importlib.import_module(module), kind), GradientCheckpointingLayer)
+    fused_families = {name.split(".")[2] for name in FAMILY_TABLE}
+    assert {name.removesuffix("_text") for name in FUSED} <= fused_families, "the planner knows which are fused"
+    assert not fused_families & PLANNED_UNFUSED.keys()
 
 
 def test_other_activations_sizes_and_trained_norms(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from pantheraml.planner.facts import device_facts
+from pantheraml.planner.known_models import known_config
 from pantheraml.planner.known_rates import H200, known_rates, peak_rates, rates_of
 from pantheraml.planner.layer_sizes import LayerSizes, layer_sizes
 from pantheraml.planner.links import Links
 from pantheraml.planner.model_shapes import ModelShapes, Weight, shapes_of_config
 from pantheraml.planner.rates import MachineRates, rates_as_json, rates_file
 from pantheraml.planner.setting import Setting
-from pantheraml.planner.step_time import StepTime, TimeInputs, predict_time, why_no_time
+from pantheraml.planner.step_time import StepTime, TimeInputs, least_seconds, predict_time, why_no_time
 from pantheraml.specs.gpu_table import TABLE, by_text
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import GPU
@@ -180,3 +181,68 @@ def test_a_calibration_of_this_machine_counts(tmp_path: Path, monkeypatch: pytes
     assert rates.matmul_tflops == {"bf16": 700.0, "fp8": 697.0}
     assert predict(rates=rates).parts["matmul"] == pytest.approx(2 * predict().parts["matmul"])
     assert any("measured here" in source for source in predict(rates=rates).sources)
+
+
+def test_unfused_layers_are_not_predicted_to_be_launched_faster_than_fused_ones() -> None:
+    """Only fused ones were measured. Eight GPUs with short rows once were to shard LoRA's weights for that."""
+    short: dict[str, Any] = {"micro_batch": 1, "seq_len": 256, "cuda_graph": False, "frozen_weights": None}
+    fused, unfused = predict(**short), predict(**short, fused=False)
+    assert fused.limited_by == unfused.limited_by == "launch"
+    assert unfused.seconds >= predict(**short | {"frozen_weights": "fp8"}).seconds > fused.seconds
+    told = [predict(**short, fused=each).sources for each in (True, False)]
+    assert [any("unfused layers was not measured" in source for source in each) for each in told] == [False, True]
+
+
+def test_a_lower_bound_is_one() -> None:
+    """No share of the peaks is taken, no gap counted, and no communication, which work may hide."""
+    peaks = MachineRates(
+        device="X", matmul_tflops={"bf16": 100.0}, attention_tflops=100.0, copy_gb_s=1e6, source="data sheet"
+    )
+    dims = ParallelDims(replicate=8)
+    for seq_len in (512, 32_768):
+        setting = Setting(fused=False, dims=dims, seq_len=seq_len)
+        given = inputs(setting, peaks, NODE)
+        least, likely = least_seconds(setting, given), predict_time(setting, given)
+        assert least is not None
+        assert likely is not None
+        weights = 32 * 218_103_808 + 128_256 * 4096
+        attention = 32 * 7 * seq_len**2 * 4096
+        assert least == pytest.approx((4 * seq_len * weights + attention) / 100e12, rel=0.01)
+        if seq_len < 2048:
+            assert least < likely.seconds
+
+
+def test_fsdp_shares_weights_with_context_parallel_ranks_and_reduces_in_fp32() -> None:
+    """parallel.fsdp: the mesh of shards includes the context dimension; gradients travel in float32 at least."""
+    few = Setting(method="full", trained_weights="bf16", micro_batch=1, seq_len=64, dims=ParallelDims(shard=8))
+    mixed = few.model_copy(update={"dims": ParallelDims(shard=2, context=4)})
+    alone, shared = (predict_time(each, inputs(each, H200, NODE)) for each in (few, mixed))
+    assert alone is not None
+    assert shared is not None
+    assert shared.parts["optimizer"] == pytest.approx(alone.parts["optimizer"])
+    parameters = shapes_of_config(LLAMA_8B).parameters
+    sent = parameters * (2 * 2 + 4) * 7 / 8 / 345e9
+    hidden = 2 * (alone.seconds - alone.parts["communication"])  # by the work of a pass, at most
+    assert sent - hidden < alone.parts["communication"] < 1.2 * sent
+    assert shared.parts["communication"] > sent - hidden
+
+
+def test_what_a_predicted_time_leaves_out_is_told() -> None:
+    def told(word: str, sizes: dict[str, Any] = LLAMA_8B, **changes: Any) -> bool:
+        setting = BASE.model_copy(update={"micro_batch": 1, **changes})
+        given = TimeInputs.of(shapes_of_config(sizes), setting, H200)
+        time = None if given is None else predict_time(setting, given)
+        assert time is not None
+        return any(word in source for source in time.sources)
+
+    assert told("packed rows", seq_len=32_768)
+    assert not told("packed rows", seq_len=2048)
+    assert not told("packed rows", seq_len=32_768, packed=False)
+    assert told("DoRA", method="dora", fused=False, frozen_weights=None)
+    assert not told("DoRA")
+    mistral = known_config("mistralai/Mistral-7B-v0.1")
+    assert mistral is not None
+    assert told("a window of 4,096", mistral, seq_len=8192)
+    assert not told("a window", mistral, seq_len=4096)
+    assert not told("a window", {**mistral, "model_type": "qwen3"}, seq_len=8192)
+    assert told("a window", {**mistral, "model_type": "qwen3", "use_sliding_window": True}, seq_len=8192)

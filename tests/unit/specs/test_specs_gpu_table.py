@@ -98,6 +98,8 @@ def test_a_cluster_is_a_plannable_node() -> None:
         ("none", "known.\n  fix: Known: T4"),
         ("2xA100-40GB+1xH100-80GB", "several kinds of GPU"),
         ("8xH100-90GB", "with 80 GB, not with 90 GB"),
+        ("2x8xA100 40Gb", "'40Gb' of '2x8xA100 40Gb' may be the memory of a GPU, or a network"),
+        ("2x8xH100-80GB nvlink 400Gbps", "the network after a comma"),
         ("4xL4 nvlink", "has no NVLink"),
         ("4xA100 nvlink pcie", "both nvlink and pcie"),
         ("8xH100, soon", "'soon'"),
