@@ -283,9 +283,23 @@ def _needs_only_loss(model: Any, inputs: dict[str, Any]) -> bool:
     """Return whether the caller needs a loss and nothing that requires full logits."""
     if all(inputs.get(name) is None for name in ("labels", "shift_labels")) or model.why_full_logits() is not None:
         return False
+    if _is_hooked(model.get_output_embeddings()):
+        return False
     needs_logits = any(isinstance(inputs.get(name), Tensor) or inputs.get(name) for name in _NEEDS_LOGITS)
     routed = getattr(model.config.get_text_config(), "output_router_logits", False)
     return not (needs_logits or routed or inputs.get("return_dict") is False)
+
+
+def _is_hooked(head: nn.Module) -> bool:
+    """Return whether a script has hooks on the output head, which only a forward that computes the logits calls."""
+    hooked = (head, forward_module(head))
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    hooks = (hook for module in hooked for kind in kinds for hook in getattr(module, kind).values())
+    return any(not str(getattr(hook, "__module__", None)).startswith(_NOT_OF_SCRIPTS) for hook in hooks)
+
+
+_NOT_OF_SCRIPTS = ("pantheraml.", "torch.")
+"""Modules of hooks that casts of a trained copy and FSDP use."""
 
 
 class _Targets:

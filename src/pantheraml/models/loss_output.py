@@ -53,14 +53,15 @@ def with_logits_on_demand(output: LossOutput, head: Callable[[Tensor], Tensor], 
     output.__dict__[_NAME] = compute
     if loss is not None and loss.requires_grad:
         # accelerate makes another output of the same loss under mixed precision; the hidden states go with the backward
-        vars(loss)[_NAME] = compute
-        loss.register_hook(lambda _: vars(loss).pop(_NAME, None) and None)
+        kept = vars(loss)[_NAME] = [compute]
+        # Not a hook that refers to the loss, whose graph has the hook: without a backward, neither would be freed.
+        loss.register_hook(lambda _: kept.clear())
     return output
 
 
 def _compute(output: LossOutput) -> None:
     own, loss = output.__dict__, output.__dict__.get("loss")
-    compute = own.pop(_NAME, None) or (None if loss is None else vars(loss).get(_NAME))
+    compute = own.pop(_NAME, None) or next(iter(vars(loss).get(_NAME, ()) if loss is not None else ()), None)
     if compute is None or own.get("logits") is not None:
         return
     output.logits = compute()

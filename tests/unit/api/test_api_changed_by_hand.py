@@ -60,6 +60,10 @@ HOOKS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     "under an adapter": lambda layer, seen: layer.mlp.down_proj.base_layer.register_forward_hook(
         lambda *a: seen.append(a[2])
     ),
+    "in an adapter": lambda layer, seen: layer.self_attn.q_proj.lora_A["default"].register_forward_hook(
+        lambda *a: seen.append(a[2])
+    ),
+    "activation function": lambda layer, seen: layer.mlp.act_fn.register_forward_hook(lambda *a: seen.append(a[2])),
     "output of a norm": lambda layer, seen: layer.input_layernorm.register_forward_hook(lambda *a: seen.append(a[2])),
     "gradient of the MLP": lambda layer, seen: layer.mlp.register_full_backward_hook(lambda *a: seen.append(a[2][0])),
 }
@@ -77,6 +81,27 @@ def test_hooks_are_called(pair: tuple[Any, Any], place: str) -> None:
         found.append(seen)
     (theirs,), (ours,) = found
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_on_the_output_head_are_called(pair: tuple[Any, Any]) -> None:
+    """They may change the logits, and so the loss."""
+    losses, seen = [], list[Tensor]()
+
+    def double(_head: Any, _args: Any, logits: Tensor) -> Tensor:
+        seen.append(logits)
+        return 2 * logits
+
+    for model in pair:
+        handle = model.get_output_embeddings().register_forward_hook(double)
+        losses.append(model(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        handle.remove()
+    assert "logits" not in pair[1](input_ids=IDS, labels=IDS), "without a hook, nobody needs them"
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-5)
+    for name, weight in pair[0].named_parameters():
+        if weight.grad is not None:
+            torch.testing.assert_close(pair[1].get_parameter(name).grad, weight.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_proj.weight", "mlp.gate_proj.bias", "self_attn.q_proj.base_layer.bias"])

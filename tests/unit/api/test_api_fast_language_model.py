@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +304,15 @@ def test_logits_survive_a_conversion_of_the_outputs(tiny_model: TinyModel) -> No
         outside = fast(**batch())
     assert outside.logits.dtype == torch.float32
     torch.testing.assert_close(outside.logits, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_forward_without_a_backward_is_freed(tiny_model: TinyModel) -> None:
+    fast = fast_model(tiny_model("llama"))
+    made: list[weakref.ref[torch.Tensor]] = []
+    fast.get_base_model().model.norm.register_forward_hook(lambda _, __, hidden: made.append(weakref.ref(hidden)))
+    fast(**batch()).loss.item()
+    gc.collect()
+    assert [hidden() for hidden in made] == [None]
 
 
 def test_an_fp8_base_has_an_fp8_head(fp8_folder: Path, tmp_path: Path) -> None:

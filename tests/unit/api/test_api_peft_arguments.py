@@ -12,7 +12,7 @@ from peft.tuners.lora.config import VeloraConfig
 from transformers import AutoModelForCausalLM
 
 from pantheraml import FastLanguageModel
-from pantheraml.base.errors import ConfigError, ModelError
+from pantheraml.base.errors import ConfigError, ModelError, UnsupportedModelError
 from pantheraml.models.fast import is_fused
 from tests import toy
 
@@ -143,3 +143,30 @@ def test_bad_input(folder: Path, changes: dict[str, Any], error: type[Exception]
         FastLanguageModel.get_peft_model(model, **arguments)
     assert words in str(caught.value)
     assert not any("lora_" in name for name, _ in model.named_modules()), "nothing half-applied"
+
+
+@pytest.mark.parametrize("loading", [{}, {"load_in_8bit": True}])
+def test_merging_adapters_with_a_bias(folder: Path, tmp_path: Path, loading: dict[str, Any]) -> None:
+    """The merged files have it, as often as they are written, and the model stays as it is."""
+    base, tokenizer = FastLanguageModel.from_pretrained(str(folder), device_map="cpu", **loading)
+    model: Any = FastLanguageModel.get_peft_model(base, r=4, target_modules=NAMES, lora_bias=True)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.3)
+        expected = model.eval()(input_ids=IDS).logits
+        for number in range(2):
+            model.save_pretrained_merged(tmp_path / str(number), tokenizer)
+            plain = AutoModelForCausalLM.from_pretrained(tmp_path / str(number), dtype=torch.float32)
+            difference = (plain(input_ids=IDS).logits - expected).norm()
+            assert difference <= 0.03 * expected.norm()
+            assert torch.equal(model(input_ids=IDS).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no bias")
+def test_no_merging_of_a_bias_into_layers_without(tmp_path: Path) -> None:
+    base, tokenizer = FastLanguageModel.from_pretrained(str(toy.write_llama(tmp_path / "base")), device_map="cpu")
+    model: Any = FastLanguageModel.get_peft_model(base, r=4, target_modules=NAMES, lora_bias=True)
+    with pytest.raises(UnsupportedModelError, match="it has a bias, and its layer has none"):
+        model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert not list((tmp_path / "merged").glob("*.safetensors"))

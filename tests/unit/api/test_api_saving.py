@@ -174,16 +174,16 @@ def test_one_merged_weight_is_in_memory_at_a_time(
     model, tokenizer = adapted(tiny_model("llama"), "nf4")
     alive: list[weakref.ref[Tensor]] = []
     most = 0
-    original = merged_tensors.merged_weight
+    original = merged_tensors.merged_layer
 
-    def counted(layer: Any, name: str) -> Tensor:
+    def counted(layer: Any, name: str) -> Any:
         nonlocal most
         made = original(layer, name)
-        alive.append(weakref.ref(made))
+        alive.append(weakref.ref(made.weight))
         most = max(most, sum(reference() is not None for reference in alive))
         return made
 
-    monkeypatch.setattr(merged_tensors, "merged_weight", counted)
+    monkeypatch.setattr(merged_tensors, "merged_layer", counted)
     model.save_pretrained_merged(tmp_path / "out", tokenizer)
     assert len(alive) == 14
     assert most == 1

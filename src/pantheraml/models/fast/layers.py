@@ -50,7 +50,7 @@ from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup
 from pantheraml.models.fast.kept_inputs import KeptInputs
 from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
-from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup, base_of
+from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup
 from pantheraml.models.fast.norms import derived, fuse_norm, fuse_norms
 from pantheraml.models.fast.part_norms import PartNorms
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
@@ -188,7 +188,7 @@ class _FusedParts:
             for name, child in parent.named_children()
             if id(child) in own
         ]
-        self._hooks = _hooks_inside(layer, family, [child for *_, child in self._children])
+        self._hooks = _hooks_inside(layer, family)
         self.gelu = bool(uses_gelu(layer.mlp))
         self.plus_one, self._family = family.plus_one, family
         self._epsilons = {name: epsilon_of(getattr(layer, name)) for name in family.norms}
@@ -257,10 +257,10 @@ class _FusedParts:
         )
 
 
-def _hooks_inside(layer: Any, family: Family, linears: Sequence[nn.Module]) -> list[dict[int, Any]]:
-    """Return the hooks of attention, MLP, norms and linear layers, which a fused forward would not call."""
+def _hooks_inside(layer: Any, family: Family) -> list[dict[int, Any]]:
+    """Return the hooks of all modules in the layer, which a fused forward would not call."""
     norms = [getattr(layer, name) for name in family.norms]
-    modules = [layer.self_attn, layer.mlp, *norms, *head_norms(layer.self_attn), *linears, *map(base_of, linears)]
+    modules = [*layer.self_attn.modules(), *layer.mlp.modules(), *norms]
     return [
         hooks
         for each in modules

@@ -24,6 +24,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from pantheraml.base import log
 from pantheraml.kernels.fp8.matmul import fp8_matmul
 from pantheraml.kernels.fp8.quantize_rows import copy_rows, quantize_rows
 from pantheraml.kernels.lora_columns import (
@@ -47,6 +48,8 @@ from pantheraml.models.fast.group_storage import GroupShape, make_storage
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.nf4 import NF4Linear
 from pantheraml.planner.precision import FP8_CAPABILITY
+
+logger = log.get(__name__)
 
 MAX_RANK = 512
 """Largest adapter rank: three wider ones side by side exceed what the kernels support."""
@@ -230,6 +233,30 @@ class LoraGroup:
                 return "an adapter has dropout"
         return None
 
+    @torch.no_grad()
+    def take_over(self) -> str | None:
+        """Read the current weights of the layers, some of which may have been replaced; return why that cannot be.
+
+        A script may assign to `weight.data`, load a state dict with `assign=True`, or copy the model: parameters of a
+        copy share no memory.
+        """
+        for member in self.members:
+            base, rows = base_of(member.layer), slice(member.start, member.stop)
+            for name, current in base._parameters.items():
+                matrix = self.bias if name == "bias" else self._storage.frozen_weights()
+                if current is None or matrix is None:
+                    continue
+                own = matrix[rows]
+                if (current.dtype, current.shape, current.device) != (own.dtype, own.shape, own.device):
+                    return "a weight of the base has another dtype, shape or device than it had"
+                if current.data_ptr() == own.data_ptr():
+                    continue
+                if current.requires_grad:  # an optimizer may have put it where it is
+                    return "a trainable weight of the base has been replaced"
+                own.copy_(current)
+                current.data = own
+        return None
+
     def parameters(self) -> list[nn.Parameter]:
         """A and B of every adapter, in the order of the gradients that `backward` returns."""
         return self._parameters
@@ -357,8 +384,11 @@ class GroupSet:
         self._layers = [member.layer for member, _ in adapted]
         self._names = [name for _, name in adapted]
         self._has_dropout = any(member.has_dropout for member, _ in adapted)
-        bases = (base_of(layer) for group in self._with_adapters for layer in group.layers)
-        self._frozen = [weight for base in bases for weight in base.parameters(recurse=False)]
+        self._bases = [base_of(layer) for group in self._with_adapters for layer in group.layers]
+        self._addresses: list[int] = []
+        """Of the weights of the bases, when the groups last took them over."""
+        self._replaced: str | None = None
+        """Why the groups cannot take over weights that were replaced since, or None."""
         self._trains_base = False
         self._peft_state: list[Any] | None = None
         self.adapter_layout_version = 0
@@ -376,18 +406,24 @@ class GroupSet:
     @torch.no_grad()
     def refresh(self, *, written: bool = False) -> None:
         """Bring groups up to date with the adapters. `written`: `write` was called since the last pass."""
+        bases = [weight for own in map(_PARAMETERS, self._bases) for weight in own.values() if weight is not None]
+        trains_base = any(map(_REQUIRES_GRAD, bases))
+        changed = trains_base != self._trains_base or list(map(Tensor.data_ptr, bases)) != self._addresses
+        if changed:
+            self._take_over()
         # With dropout, train/eval mode matters as well, and is not part of PEFT's state.
-        trains_base = any(map(_REQUIRES_GRAD, self._frozen))
         if (
-            self._has_dropout
-            or trains_base != self._trains_base
+            changed
+            or self._has_dropout
             or self._peft_state is None
             or not all(map(eq, map(_STATE, self._layers), self._peft_state))
         ):
             self._peft_state = copy.deepcopy([_STATE(layer) for layer in self._layers])
-            self.reason = next((why for group in self._with_adapters if (why := group.why_not()) is not None), None)
+            reasons = (why for group in self._with_adapters if (why := group.why_not()) is not None)
+            self.reason = self._replaced or next(reasons, None)
             self._trains_base = trains_base
-            self.disabled = bool(self._peft_state) and all(map(_is_disabled, self._peft_state))
+            may_run_frozen = bool(self._peft_state) and self._replaced is None
+            self.disabled = may_run_frozen and all(map(_is_disabled, self._peft_state))
         if self.reason is not None:
             return
         parameters = self._current()
@@ -397,6 +433,16 @@ class GroupSet:
             self._known_parameters, self._known_layout, written = parameters, layout, False
         if not written:
             self.write()
+
+    def _take_over(self) -> None:
+        """Have the groups read weights of the bases that were replaced."""
+        before = self._replaced
+        self._replaced = next((why for group in self._with_adapters if (why := group.take_over()) is not None), None)
+        if self._replaced not in (None, before):
+            logger.warning("decoder layers run unfused: %s", self._replaced)
+        own = map(_PARAMETERS, self._bases)
+        self._addresses = [weight.data_ptr() for each in own for weight in each.values() if weight is not None]
+        self.adapter_layout_version += 1  # a captured pass may have read what was replaced
 
     def _current(self) -> list[Tensor]:
         """Return A of every adapter, then B, through the modules' dicts, which is faster than attributes."""

@@ -132,10 +132,18 @@ def _adapted_tensors(layer: Any, prefix: str, dtype: torch.dtype) -> Iterator[tu
         raise UnsupportedModelError(
             f"The adapter of {prefix} cannot be merged: it is over a {kind}.", fix="Save the adapter with save_lora."
         )
+    bias = getattr(base, "bias", None)
+    adds_bias = not layer.merged and any(map(getattr(layer, "lora_bias", {}).get, layer.active_adapters))
+    if adds_bias and bias is None:
+        raise UnsupportedModelError(
+            f"The adapter of {prefix} cannot be merged: it has a bias, and its layer has none.",
+            fix="Save the adapter with save_lora.",
+        )
     shape = _dense_shape(base) if isinstance(base, QuantizedLinear) else base.weight.shape
-    yield f"{prefix}.weight", LazyTensor(shape, dtype, lambda: merged_weight(layer, prefix))
-    if getattr(base, "bias", None) is not None:
-        yield f"{prefix}.bias", LazyTensor(base.bias.shape, dtype, lambda: base.bias)
+    yield f"{prefix}.weight", LazyTensor(shape, dtype, lambda: cast(Tensor, merged_layer(layer, prefix).weight))
+    if bias is not None:
+        read = (lambda: cast(Tensor, merged_layer(layer, prefix).bias)) if adds_bias else partial(_same, bias)
+        yield f"{prefix}.bias", LazyTensor(bias.shape, dtype, read)
 
 
 def _dense(layer: QuantizedLinear) -> Any:
@@ -148,15 +156,15 @@ def _dense_shape(layer: QuantizedLinear) -> torch.Size:
 
 
 @torch.no_grad()
-def merged_weight(layer: Any, name: str) -> Tensor:
-    """Return the weight of an adapted layer with its active adapters merged, summed in float32.
+def merged_layer(layer: Any, name: str) -> Any:
+    """Return the base of an adapted layer with its active adapters merged, summed in float32.
 
     PEFT's own `merge` runs on a stand-in that shares the adapter but has a float32 copy of the base layer, so every
     variant (DoRA, rsLoRA, transposed layers) is PEFT's, and the layer stays as it is.
     """
     base = layer.get_base_layer()
     if layer.merged:
-        return cast(Tensor, base.weight)
+        return base
     quantized = isinstance(base, QuantizedLinear)
     dense = _dense(base) if quantized else _float_copy(base)
     kind: Any = type(layer)
@@ -173,12 +181,15 @@ def merged_weight(layer: Any, name: str) -> Tensor:
             f"The adapter of {name} cannot be merged: {err}",
             fix="Save the adapter alone: save_pretrained, or save_method='lora'.",
         ) from err
-    return cast(Tensor, dense.weight)
+    return dense
 
 
 def _float_copy(base: nn.Module) -> Any:
-    """Return a layer of the same kind with its weight in float32."""
+    """Return a layer of the same kind with its weight and bias in float32."""
     copied = type(base).__new__(type(base))
-    weight = cast(Tensor, base.weight).detach().to(torch.float32, copy=True)
-    copied.__dict__.update({**base.__dict__, "_parameters": {**base._parameters, "weight": nn.Parameter(weight)}})
+    own = {
+        name: None if each is None else nn.Parameter(each.detach().to(torch.float32, copy=True))
+        for name, each in base._parameters.items()
+    }
+    copied.__dict__.update({**base.__dict__, "_parameters": own})
     return copied
