@@ -145,6 +145,8 @@ class LoraGroup:
         """
         self.device = self._storage.up.device
         self.dtype = self._output_dtype()
+        self._cast_biases: torch.dtype | None = None
+        """Dtype of biases that were cast, or None: they share memory with `bias`."""
         self.bias = self._stacked_bias(bases)
         self._allocate_adapter_buffers()
 
@@ -154,6 +156,7 @@ class LoraGroup:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def _stacked_bias(self, bases: list[Any]) -> Tensor | None:
+        """Stack the biases. Of another dtype than the matmuls', they are cast here, once."""
         if all(base.bias is None for base in bases):
             return None
         pieces = [
@@ -163,6 +166,9 @@ class LoraGroup:
             for base in bases
         ]
         stacked = torch.cat(pieces).to(self.dtype)
+        self._cast_biases = next((base.bias.dtype for base in bases if base.bias is not None), self.dtype)
+        if self._cast_biases == self.dtype:
+            self._cast_biases = None
         for base, piece in zip(bases, stacked.split([base.out_features for base in bases]), strict=True):
             if base.bias is not None and base.bias.dtype == self.dtype:
                 base.bias.data = piece  # as the weights are: what is loaded into it is what the matmul adds
@@ -247,6 +253,8 @@ class LoraGroup:
                 if current is None or matrix is None:
                     continue
                 own = matrix[rows]
+                if name == "bias" and current.dtype == self._cast_biases:
+                    continue
                 if (current.dtype, current.shape, current.device) != (own.dtype, own.shape, own.device):
                     return "a weight of the base has another dtype, shape or device than it had"
                 if current.data_ptr() == own.data_ptr():
