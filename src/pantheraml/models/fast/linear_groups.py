@@ -16,8 +16,8 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, eq, getitem, is_, itemgetter
+from itertools import chain, compress, repeat
+from operator import attrgetter, eq, getitem, is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -414,7 +414,7 @@ class GroupSet:
     @torch.no_grad()
     def refresh(self, *, written: bool = False) -> None:
         """Bring groups up to date with the adapters. `written`: `write` was called since the last pass."""
-        bases = [weight for own in map(_PARAMETERS, self._bases) for weight in own.values() if weight is not None]
+        bases = self._base_weights()
         trains_base = any(map(_REQUIRES_GRAD, bases))
         changed = trains_base != self._trains_base or list(map(Tensor.data_ptr, bases)) != self._addresses
         if changed:
@@ -448,9 +448,13 @@ class GroupSet:
         self._replaced = next((why for group in self._with_adapters if (why := group.take_over()) is not None), None)
         if self._replaced not in (None, before):
             logger.warning("decoder layers run unfused: %s", self._replaced)
-        own = map(_PARAMETERS, self._bases)
-        self._addresses = [weight.data_ptr() for each in own for weight in each.values() if weight is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._base_weights()))
         self.adapter_layout_version += 1  # a captured pass may have read what was replaced
+
+    def _base_weights(self) -> list[Tensor]:
+        """Return the weights and biases of the bases, in C loops as `_current`."""
+        found: list[Any] = list(chain.from_iterable(map(dict.values, map(_PARAMETERS, self._bases))))
+        return list(compress(found, map(is_not, found, repeat(None))))
 
     def _current(self) -> list[Tensor]:
         """Return A of every adapter, then B, through the modules' dicts, which is faster than attributes."""
