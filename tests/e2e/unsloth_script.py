@@ -54,8 +54,21 @@ trainer = SFTTrainer(
         disable_tqdm=True, packing=False, ddp_backend=os.environ.get("DDP_BACKEND") if RANKS > 1 else None,
     ),
 )  # fmt: skip
-# before training: some versions switch it off at the end
-checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+# a checkpointed layer runs once more in backward, the embedding does not
+calls = {"embed_tokens": 0, "layers.0.self_attn": 0}
+
+
+def count(name: str) -> Any:
+    def hook(*_: Any) -> None:
+        calls[name] += 1
+
+    return hook
+
+
+for name, module in model.named_modules():
+    for counted in calls:
+        if name.endswith(counted):
+            module.register_forward_pre_hook(count(counted))
 statistics = pantheraml.unsloth_train(trainer)
 weights = torch.cat([value.detach().flatten() for value in model.parameters() if value.requires_grad])
 patched = Trainer.__init__
@@ -67,7 +80,8 @@ found = {
     "samples": trainer.args.per_device_train_batch_size,
     "wrapped": type(trainer.model_wrapped).__name__,
     "model": type(trainer.model).__module__,
-    "checkpointed": checkpointed,
+    "forwards": calls["embed_tokens"],
+    "attention_calls": calls["layers.0.self_attn"],
     "reverted": Trainer.__init__ is not patched,
 }
 Path(OUTPUT, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

@@ -75,7 +75,7 @@ def test_two_ranks_equal_one_rank(tmp_path: Path) -> None:
     toy.write_llama(tmp_path / "model", initializer_range=0.2)
     (one,) = run(tmp_path, 1)
     two = run(tmp_path, 2)
-    assert one["checkpointed"]
+    assert one["attention_calls"] == 2 * one["forwards"] > 0, "activations are recomputed in backward"
     assert len(set(one["loss"])) == 4, "a model that does not train would pass the checks below"
     for rank in two:
         assert (rank["samples"], rank["wrapped"], rank["reverted"]) == (BATCH // 2, "DistributedDataParallel", True)
