@@ -39,7 +39,7 @@ def run(model: Path, ranks: int, first: str, aggregation: str = "mean") -> tuple
     """Return what each rank found, and all that was printed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     output = Path(tempfile.mkdtemp(dir=model.parent))
-    script = [str(ROOT / "tests/e2e/unsloth_script.py"), first, str(model), str(BATCH), aggregation, str(output)]
+    script = [str(ROOT / "tests/e2e/unsloth_script.py"), first, str(model), str(BATCH), "1", aggregation, str(output)]
     ended = subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else []), *script],
         cwd=model.parent,

@@ -1,7 +1,7 @@
 """Script of test_e2e_unsloth: Unsloth's own model and TRL's trainer; all that is ours is `enable_multi_gpu`.
 
-`unsloth_script FIRST MODEL BATCH AGGREGATION OUTPUT`: FIRST is the library that is imported first; a step has BATCH
-samples.
+`unsloth_script FIRST MODEL BATCH PASSES AGGREGATION OUTPUT`: FIRST is the library that is imported first; a step has
+BATCH samples, which each rank accumulates in PASSES.
 Each rank writes what it found into the folder OUTPUT.
 """
 
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FIRST, MODEL, BATCH, AGGREGATION, OUTPUT = sys.argv[1:]
+FIRST, MODEL, BATCH, PASSES, AGGREGATION, OUTPUT = sys.argv[1:]
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -23,7 +23,7 @@ def enable() -> Any:
     import pantheraml
 
     pantheraml.enable_multi_gpu(
-        num_gpus=RANKS, batch_size_per_gpu=int(BATCH) // RANKS, gradient_aggregation=AGGREGATION
+        num_gpus=RANKS, batch_size_per_gpu=int(BATCH) // RANKS // int(PASSES), gradient_aggregation=AGGREGATION
     )
     return pantheraml
 
@@ -51,16 +51,19 @@ trainer = SFTTrainer(
     args=SFTConfig(
         output_dir="run", max_steps=4, per_device_train_batch_size=1, learning_rate=0.1, max_grad_norm=0.0,
         optim="sgd", lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], bf16=False,
-        disable_tqdm=True, packing=False, ddp_backend=os.environ.get("DDP_BACKEND") if RANKS > 1 else None,
+        gradient_accumulation_steps=int(PASSES), disable_tqdm=True, packing=False,
+        ddp_backend=os.environ.get("DDP_BACKEND") if RANKS > 1 else None,
     ),
 )  # fmt: skip
 # a checkpointed layer runs once more in backward, the embedding does not
 calls = {"embed_tokens": 0, "layers.0.self_attn": 0}
+computed_in = set()
 
 
 def count(name: str) -> Any:
     def hook(*_: Any) -> None:
         calls[name] += 1
+        computed_in.add(str(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else "as loaded")
 
     return hook
 
@@ -82,6 +85,7 @@ found = {
     "model": type(trainer.model).__module__,
     "forwards": calls["embed_tokens"],
     "attention_calls": calls["layers.0.self_attn"],
+    "computed_in": sorted(computed_in),
     "reverted": Trainer.__init__ is not patched,
 }
 Path(OUTPUT, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

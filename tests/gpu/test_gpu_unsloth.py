@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,19 @@ from tests import toy
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = os.environ.get("UNSLOTH_PACKAGES", "")
-BATCH, ROUNDING = 4, 1e-4
-"""Batch of a step, and the relative difference that other sums of float32 (TF32 on this GPU) may make in a loss."""
+BATCH, SAME, ROUNDING = 4, 1e-5, 2e-3
+"""Batch of a step; relative differences of a loss where each pass has the same rows, and where it has others, which
+Unsloth computes with other shapes of its 16-bit kernels."""
 
 pytestmark = pytest.mark.skipif(not Path(PACKAGES, "unsloth").is_dir(), reason="UNSLOTH_PACKAGES names no Unsloth")
 
 
-def run(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Run the script on `ranks` ranks and return what each found."""
+def run(folder: Path, ranks: int, passes: int) -> list[dict[str, Any]]:
+    """Run the script on `ranks` ranks that accumulate `passes`, and return what each found."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    output = folder / f"ranks-{ranks}"
+    output = folder / f"ranks-{ranks}-passes-{passes}"
     output.mkdir()
     command = [sys.executable, str(ROOT / "tests/e2e/unsloth_script.py"), "unsloth", str(folder / "model")]
     processes, logs = [], []
@@ -44,7 +46,7 @@ def run(folder: Path, ranks: int) -> list[dict[str, Any]]:
         with open(logs[-1], "wb") as log:
             processes.append(
                 subprocess.Popen(
-                    [*command, str(BATCH), "mean", str(output)],
+                    [*command, str(BATCH), str(passes), "mean", str(output)],
                     cwd=cwd,
                     env=child_environment(
                         **({name: str(value) for name, value in place.items()} if ranks > 1 else {}),
@@ -73,12 +75,16 @@ def run(folder: Path, ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.timeout(550)
 def test_two_ranks_equal_one_rank(tmp_path: Path) -> None:
     toy.write_llama(tmp_path / "model", initializer_range=0.2)
-    (one,) = run(tmp_path, 1)
-    two = run(tmp_path, 2)
+    with ThreadPoolExecutor() as pool:  # compiling takes each of them a minute
+        started = [pool.submit(run, tmp_path, *shape) for shape in ((1, 1), (1, 2), (2, 1))]
+        (one,), (accumulated,), two = (run.result() for run in started)
+    for found in (one, accumulated, *two):
+        print({name: value for name, value in found.items() if name != "weights"})
     assert one["attention_calls"] == 2 * one["forwards"] > 0, "activations are recomputed in backward"
     assert len(set(one["loss"])) == 4, "a model that does not train would pass the checks below"
     for rank in two:
         assert (rank["samples"], rank["wrapped"], rank["reverted"]) == (BATCH // 2, "DistributedDataParallel", True)
-        assert rank["loss"] == pytest.approx(one["loss"], rel=ROUNDING)
         assert rank["weights"] == pytest.approx(two[0]["weights"], abs=0)
-        assert rank["weights"] == pytest.approx(one["weights"], rel=1e-2, abs=1e-4)
+        assert rank["loss"] == pytest.approx(accumulated["loss"], rel=SAME)
+        assert rank["weights"] == pytest.approx(accumulated["weights"], rel=1e-3, abs=SAME)
+        assert rank["loss"] == pytest.approx(one["loss"], rel=ROUNDING)
