@@ -37,7 +37,7 @@ if FIRST == "unsloth":
 
 import torch
 from datasets import Dataset
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 model, tokenizer = FastLanguageModel.from_pretrained(MODEL, max_seq_length=64, load_in_4bit=False, dtype=torch.float32)
@@ -74,8 +74,8 @@ for name, module in model.named_modules():
             module.register_forward_pre_hook(count(counted))
 statistics = pantheraml.unsloth_train(trainer)
 weights = torch.cat([value.detach().flatten() for value in model.parameters() if value.requires_grad])
-patched = Trainer.__init__
 pantheraml.disable_multi_gpu()
+another = Trainer(model, TrainingArguments("another", per_device_train_batch_size=7, report_to="none"))
 found = {
     "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     "mean_loss": statistics.training_loss,
@@ -86,7 +86,7 @@ found = {
     "forwards": calls["embed_tokens"],
     "attention_calls": calls["layers.0.self_attn"],
     "computed_in": sorted(computed_in),
-    "reverted": Trainer.__init__ is not patched,
+    "reverted": another.args.per_device_train_batch_size == 7,
 }
 Path(OUTPUT, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 if torch.distributed.is_initialized():

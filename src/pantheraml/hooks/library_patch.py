@@ -45,7 +45,7 @@ class LibraryPatch:
             return False
         target = self._target()
         current = getattr(target, self.name)
-        if self.is_in_place():
+        if self._is_reached_from(current):
             return True
         patched_by = self._patched_by(current)
         if patched_by is not None and self.required:
@@ -92,13 +92,22 @@ class LibraryPatch:
         return self._patched is not None and getattr(self._target(), self.name) is self._patched
 
     def revert(self) -> None:
-        """Restore the original; no-op if it is in place."""
+        """Restore the original; no-op if it is in place, or if another library has wrapped the replacement since."""
         if self._patched is None:
             return
         target = self._target()
-        if getattr(target, self.name) is self._patched:
+        current = getattr(target, self.name)
+        if current is self._patched:
             setattr(target, self.name, self._original)
+        elif self._is_reached_from(current):
+            return
         self._original = self._patched = None
+
+    def _is_reached_from(self, current: Any) -> bool:
+        """Return whether `current` is the replacement, or wraps it by `functools.wraps`."""
+        while current is not None and current is not self._patched:
+            current = getattr(current, "__wrapped__", None)
+        return current is not None
 
     def _target(self) -> Any:
         module = importlib.import_module(self.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,35 @@ def test_batch_size_until_it_is_disabled(tmp_path: Path, caplog: pytest.LogCaptu
     pantheraml.disable_multi_gpu()
     assert Trainer.__init__ is original
     assert make_trainer(tmp_path, per_device_train_batch_size=2).args.per_device_train_batch_size == 2
+
+
+@pytest.mark.parametrize("method", ["mean", "median"])
+def test_another_library_wraps_the_trainer_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, original: Any, method: str
+) -> None:
+    """Unsloth does so when it loads a model on a GPU."""
+    settings: Any = {"num_gpus": 1, "batch_size_per_gpu": 3, "gradient_aggregation": method}
+    pantheraml.enable_multi_gpu(**settings)
+    ours = Trainer.__init__
+
+    @functools.wraps(ours)
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> None:
+        ours(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "__init__", theirs)
+    sizes = []
+    for change in (
+        lambda: pantheraml.enable_multi_gpu(**settings),
+        pantheraml.disable_multi_gpu,
+        lambda: pantheraml.enable_multi_gpu(**settings),
+    ):
+        change()
+        trainer = make_trainer(tmp_path, per_device_train_batch_size=2)
+        sizes.append(trainer.args.per_device_train_batch_size)
+        assert ("training_step" in vars(trainer)) == (method == "median" and sizes[-1] == 3)
+    assert sizes == [3, 2, 3]
+    assert Trainer.__init__ is theirs, "not wrapped once more"
+    monkeypatch.setattr(Trainer, "__init__", ours)
 
 
 def test_without_settings_nothing_is_patched(original: Any) -> None:
