@@ -285,11 +285,11 @@ def _more_memory(rows: Sequence[Compared]) -> list[str]:
         [run.case, *map(_shown, (run.peak_gib, run.probe_gib)), *(cell for pair in found for cell in _pair(*pair))]
         for run, found in zip((each.run for each in rows), pairs, strict=True)
     ]
-    compared = [found for each, found in zip(rows, pairs, strict=True) if each.run.case not in NOT_COMPARED]
+    compared = [(each.run, found) for each, found in zip(rows, pairs, strict=True) if each.run.case not in NOT_COMPARED]
     errors = {
-        "Reserved": [_error(*reserved) for reserved, _ in compared],
-        "Driver": [_error(*device) for _, device in compared],
-        "Allocated, corrected by the first two steps": [_error(each.run.peak_gib, each.run.probe_gib) for each in rows],
+        "Reserved": [_error(*reserved) for _, (reserved, _) in compared],
+        "Driver": [_error(*device) for _, (_, device) in compared],
+        "Allocated, as measured after two steps": [_error(run.peak_gib, run.probe_gib) for run, _ in compared],
     }
     known = {name: [value for value in found if value is not None] for name, found in errors.items()}
     told = [
@@ -297,6 +297,10 @@ def _more_memory(rows: Sequence[Compared]) -> list[str]:
         for name, found in known.items()
         if found
     ]
+    uneven = [each.run for each in rows if each.run.case in NOT_COMPARED and each.run.probe_gib is not None]
+    if uneven:
+        found = ", ".join(f"{run.case}: {_shown(run.probe_gib)} of {_shown(run.peak_gib)}" for run in uneven)
+        told.append(f"Not in these errors: rows of uneven width, whose widest batch comes later ({found}).")
     return ["", f"**Beyond the allocated peak**, in GiB. {' '.join(told)}", "", *markdown_table(MORE_HEAD, cells)]
 
 

@@ -96,7 +96,7 @@ def test_its_rows_are_shown_with_all_three_memories(python: Python) -> None:
     assert "Reserved: median error 0." in told
     assert "Driver: median error 0." in told
     assert "not recorded" not in "".join(lines)
-    assert "Allocated, corrected by the first two steps: median error 0.32%, worst 0.32%." in told
+    assert "Allocated, as measured after two steps: median error 0.32%, worst 0.32%." in told
 
 
 ENVIRONMENT = """
