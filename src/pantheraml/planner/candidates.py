@@ -64,10 +64,10 @@ class Problem:
         """Inputs with known rates, and with peaks."""
         sizes = layer_sizes(self.shapes)
         trained = count_trained(self.config.method, self.shapes)
-        rates, links = (self.hardware.rates, self.hardware.bounds), self.hardware.links
+        hardware = self.hardware
         known, bounds = (
-            None if each is None or sizes is None else TimeInputs(sizes, self.shapes.parameters, trained, each, links)
-            for each in rates
+            None if rates is None or sizes is None else TimeInputs(sizes, self.shapes.parameters, trained, rates, links)
+            for rates, links in ((hardware.rates, hardware.links), (hardware.bounds, hardware.bound_links))
         )
         return known, bounds
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,13 @@ class DeviceFacts:
     links: Links
     capacity_bytes: int | None
     """Memory of the device that has the least; None: not known."""
+    pcie_gb_s: float | None = None
+    """Of the slowest slot by the data sheet, for `bound_links`; None: not known."""
+
+    @property
+    def bound_links(self) -> Links:
+        """The links, within a node at the peak of PCIe where their rate is not known: for comparing plans."""
+        return self.links if self.links.link_gb_s is not None else replace(self.links, link_gb_s=self.pcie_gb_s)
 
 
 def model_facts(model: ModelConfig, folder: Path | None = None) -> ModelFacts:
@@ -136,7 +143,14 @@ def device_facts(
         bounds=slowest([None if known is None else peak_rates(known) for known in models.values()]),
         links=links or Links(len(gpus), None if rates is None else rates.link_gb_s),
         capacity_bytes=min(known_sizes) if len(known_sizes) == len(sizes) else None,
+        pcie_gb_s=_slowest_slot(models.values()),
     )
+
+
+def _slowest_slot(models: Iterable[GPUModel | None]) -> float | None:
+    found = [None if known is None else known.pcie_gb_s for known in models]
+    rates = [rate for rate in found if rate is not None]
+    return min(rates) if len(rates) == len(found) else None
 
 
 def _nominal(gpu: GPU, model: GPUModel | None) -> GPU:

@@ -250,7 +250,7 @@ def _prediction(chosen: Candidate, outlook: Outlook, sources: tuple[str, ...]) -
     watts = None if rates is None else rates.watts
     told = [*sources, *(time.sources if time is not None else (_why_no_time(chosen),))]
     if time is None and (least := chosen.least_seconds) is not None:
-        told.append(f"a step takes at least {least:.3g} s, by the peaks of the data sheet")
+        told.append(f"plans are compared by the peaks of the data sheets, by which a step takes at least {least:.3g} s")
     if hours is not None and watts is not None:
         told.append(f"energy: {watts:.0f} W per GPU throughout, the GPUs alone")
     return Prediction(

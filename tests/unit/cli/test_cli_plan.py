@@ -115,6 +115,19 @@ def test_cluster_7_slow_links_and_little_memory_mean_a_pipeline(plan: Any) -> No
     assert found.global_batch_size == 16
 
 
+@pytest.mark.parametrize(("gpus", "expected"), [("4xRTX4090", "pipeline 4"), ("4xL40S", "shard 4")])
+def test_plans_are_compared_by_peaks_where_no_rate_is_known(plan: Any, gpus: str, expected: str) -> None:
+    """Over PCIe, a split of every layer would wait for its sums all the time."""
+    found = plan("Qwen3-32B", gpus)
+    assert dims(found) == expected
+    assert found.prediction.step_seconds is None
+    assert any("plans are compared by the peaks of the data sheets" in each for each in found.prediction.sources)
+    assert any(
+        re.match(r"predicted to take|a step would take|about as fast", each.reason) for each in found.alternatives
+    )
+    assert not any("which is faster is not known" in each.reason for each in found.alternatives)
+
+
 def test_cluster_8_nodes_replicate_what_a_node_shards(plan: Any) -> None:
     found = plan("Llama-3.1-8B", LARGE, "--method", "full", train__global_batch_size=1024)
     assert dims(found) == "replicate 64 x shard 8"
