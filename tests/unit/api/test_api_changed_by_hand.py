@@ -83,6 +83,32 @@ def test_hooks_are_called(pair: tuple[Any, Any], place: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+UNFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook": (
+        lambda layer: layer.mlp.register_forward_hook(lambda *_: None),
+        "a module inside them has hooks, which fused layers do not call",
+    ),
+    "trained": (
+        lambda layer: layer.self_attn.k_proj.weight.requires_grad_(),
+        "a weight or bias of the base is trainable",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", UNFUSED)
+def test_layers_that_are_not_fused_any_more_say_so(
+    pair: tuple[Any, Any], change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (_, model), (make, why) = pair, UNFUSED[change]
+    make(model.get_base_model().model.layers[1])
+    with caplog.at_level("WARNING", logger="pantheraml"):
+        with torch.no_grad():
+            model(input_ids=IDS)
+        assert not caplog.records, "they train, and only that is to be fast"
+        passes(model)
+    assert [record.getMessage() for record in caplog.records] == [f"decoder layers run unfused: {why}"]
+
+
 def test_hooks_on_the_output_head_are_called(pair: tuple[Any, Any]) -> None:
     """They may change the logits, and so the loss."""
     losses, seen = [], list[Tensor]()

@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup
+from pantheraml.models.fast.group_set import GroupSet
+from pantheraml.models.fast.linear_groups import LoraGroup
 from pantheraml.models.quantize.fp8 import FP8Linear
 from pantheraml.models.quantize.quantized_linear import LORA_LAYERS
 

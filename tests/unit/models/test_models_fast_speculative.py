@@ -18,7 +18,7 @@ from pantheraml.kernels.lora_columns import AdapterTable
 from pantheraml.models.attention import use_document_attention
 from pantheraml.models.fast import enable_layer_graphs, fuse, release_layer_graphs
 from pantheraml.models.fast import layer_cuda_graphs as subject
-from pantheraml.models.fast.linear_groups import GroupSet
+from pantheraml.models.fast.group_set import GroupSet
 from pantheraml.models.quantize.quantized_linear import quantize_linears
 from tests.unit.models.test_models_fast import CPU, IDS, adapted, base_model, results
 from tests.unit.models.test_models_fast_layer_graphs import (

@@ -192,5 +192,5 @@ def is_hooked(layer: Any) -> bool:
         or layer._backward_hooks
         or layer._backward_pre_hooks
         or "forward" in vars(layer)
-        or layer.fused_parts.changed()
+        or layer.fused_parts.why_changed() is not None
     )

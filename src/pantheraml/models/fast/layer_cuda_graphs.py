@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from pantheraml.base import log
 from pantheraml.models.cuda_capture import CapturedGraph, capture
+from pantheraml.models.fast.group_set import GroupSet
 from pantheraml.models.fast.layer_chain import ChainObserver, ChainOutput, DecoderBody, RopeTable, RunLayers, is_hooked
-from pantheraml.models.fast.linear_groups import GroupSet
 from pantheraml.models.fast.trainable_group import swapped_weights, weight_of
 
 logger = log.get(__name__)

@@ -47,10 +47,11 @@ from pantheraml.models.fast.families import (
 )
 from pantheraml.models.fast.frozen_group import FrozenGroup
 from pantheraml.models.fast.group_operand import ForwardGroup, LinearGroup
+from pantheraml.models.fast.group_set import GroupSet
 from pantheraml.models.fast.kept_inputs import KeptInputs
 from pantheraml.models.fast.layer_chain import DecoderBody, LayerChain
 from pantheraml.models.fast.layer_cuda_graphs import LayerGraphs
-from pantheraml.models.fast.linear_groups import GroupSet, LoraGroup
+from pantheraml.models.fast.linear_groups import LoraGroup
 from pantheraml.models.fast.norms import derived, fuse_norm, fuse_norms
 from pantheraml.models.fast.part_norms import PartNorms
 from pantheraml.models.fast.pass_state import PassDecisions, RopeCache, in_backward
@@ -244,17 +245,19 @@ class _FusedParts:
         attention, mlp = (Branch(norm, self._multiplier) for norm in norms)
         return AfterAttention(self.norm(layer, self._family.mlp_norm), groups, self.gelu, (attention, mlp))
 
-    def changed(self) -> bool:
-        """Return whether the fused forward no longer applies.
+    def why_changed(self) -> str | None:
+        """Return why the fused forward no longer applies, or None.
 
-        That is: weights have another dtype, a linear layer was exchanged (as PEFT does to unload adapters), or a module
-        has hooks (of a script that looks at activations, or PEFT's to use a different adapter per row of a batch).
+        PEFT exchanges linear layers to unload adapters, and adds hooks to use a different adapter per row of a batch;
+        scripts add hooks that look at activations.
         """
-        return (
-            self.groups[0].dtype != self._dtype
-            or any(self._hooks)
-            or any(getattr(parent, name) is not child for parent, name, child in self._children)
-        )
+        if self.groups[0].dtype != self._dtype:
+            return f"weights were cast to {self.groups[0].dtype}"
+        if any(self._hooks):
+            return "a module inside them has hooks, which fused layers do not call"
+        if any(getattr(parent, name) is not child for parent, name, child in self._children):
+            return "a linear layer was exchanged"
+        return None
 
 
 def _hooks_inside(layer: Any, family: Family) -> list[dict[int, Any]]:
@@ -301,9 +304,11 @@ class _Fused(RuntimeSubclass):
             or (reason is not None and not frozen)
             or (parts.reads_positions and kwargs.get("position_ids") is None)
             or parts.is_eager_attention()
-            or parts.changed()
         )
-        if run_plain:
+        changed = None if run_plain else parts.why_changed()
+        if run_plain or changed is not None:
+            if torch.is_grad_enabled() and not recomputed:
+                parts.shared.tell_unfused(changed or reason)
             return self.forward_unfused(hidden_states, *args, **kwargs)
         run = _run_layers if parts.ran or recomputed else _run_first_time
         if frozen:
