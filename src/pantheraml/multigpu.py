@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import multiprocessing
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -230,9 +231,17 @@ def _as_rank(train_func: Callable[..., Any], arguments: Mapping[str, Any]) -> An
     return asyncio.run(awaited()) if inspect.isawaitable(result) else result
 
 
+_GUARD = 'put the call under `if __name__ == "__main__":`.'
+
+
 def _require_no_rank() -> None:
     if env.launched_rank() is not None:
         raise LaunchError("This process is already a rank.", fix="Call the function directly.")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LaunchError(
+            "A process that this script started imports the script, and would start processes again.",
+            fix=f"In the script, {_GUARD}",
+        )
 
 
 def _require_callable(function: object) -> None:
@@ -252,7 +261,8 @@ def _run(
     if ended.stopped_by is not None:
         raise InterruptedRunError(f"Stopped by {ended.stopped_by.name}; the {processes} processes were terminated.")
     if ended.failure is not None:
-        error = WorkerError(str(ended.failure))
+        spawned = start == "spawn" and ended.failure.traceback is None
+        error = WorkerError(str(ended.failure), fix=f"Its error is above. In a script, {_GUARD}" if spawned else None)
         if ended.failure.traceback is not None:
             error.add_note(ended.failure.traceback)
         raise error

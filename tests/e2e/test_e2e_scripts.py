@@ -49,6 +49,17 @@ def test_a_loop_of_ones_own_is_relaunched(playground: Playground) -> None:
 
 
 @pytest.mark.extended
+def test_a_launch_without_a_guard_says_what_is_missing(playground: Playground) -> None:
+    script = playground.root / "unguarded.py"
+    script.write_text("from pantheraml.multigpu import launch\n\nlaunch(print, nproc=2)\n")
+    ended = run(playground, str(script))
+    assert ended.returncode == 1
+    guard = 'put the call under `if __name__ == "__main__":`.'
+    assert f"would start processes again.\n  fix: In the script, {guard}" in ended.stderr
+    assert ended.stderr.endswith(f"fix: Its error is above. In a script, {guard}\n")
+
+
+@pytest.mark.extended
 @pytest.mark.seed("S0:161", "S0-078", "S0-116")
 def test_multi_gpu_tests_as_a_script(playground: Playground) -> None:
     chosen = run(playground, str(ROOT / "tests/test_multi_gpu.py"), "-q", "-k", "test_probe_reports_local_hardware")
