@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from pantheraml.engine.optim.adamw import LeanAdamW
 from pantheraml.engine.step.step import Stepper
-from pantheraml.planner.memory.weights import Held, Place, gradient_bytes, held_tensors, optimizer_bytes
+from pantheraml.planner.memory.weights import Held, RankPlace, gradient_bytes, held_tensors, optimizer_bytes
 from pantheraml.planner.model_shapes import shapes_of_config
 from pantheraml.planner.setting import setting_of
 from pantheraml.specs.parallel import ParallelDims
@@ -115,9 +115,9 @@ def write_inputs(root: Path) -> None:
     toy.write_gpt2(root / "gpt2")
 
 
-def place_of(coordinates: dict[str, int], dims: ParallelDims) -> Place:
+def place_of(coordinates: dict[str, int], dims: ParallelDims) -> RankPlace:
     shard = coordinates["shard"] * dims.context + coordinates["context"] if dims.shard > 1 else 0
-    return Place(pipeline=coordinates["pipeline"], shard=shard, tensor=coordinates["tensor"])
+    return RankPlace(pipeline=coordinates["pipeline"], shard=shard, tensor=coordinates["tensor"])
 
 
 def predicted(case: MemoryCase, root: Path, coordinates: dict[str, int]) -> dict[str, int]:

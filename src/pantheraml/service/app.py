@@ -64,7 +64,7 @@ from pantheraml.service.routes import (
 )
 from pantheraml.service.settings import Settings, claim_folder
 from pantheraml.service.store.database import Database
-from pantheraml.service.store.tables import DataFolder
+from pantheraml.service.store.tables import DataFolderId
 from pantheraml.service.webhooks.sender import WebhookSender
 
 logger: logging.Logger = log.get(__name__)
@@ -201,9 +201,9 @@ async def _require_own(database: Database, folder: Path) -> None:
         write_text(mark, new_id("service"))
     own = mark.read_text(encoding="utf-8")
     async with database.write() as session:
-        found = await session.scalar(select(DataFolder.id))
+        found = await session.scalar(select(DataFolderId.id))
         if found is None:
-            session.add(DataFolder(id=own))
+            session.add(DataFolderId(id=own))
         elif found != own:
             raise ConfigError(
                 f"The database belongs to a data folder other than {folder}: that has the files and jobs it knows.",

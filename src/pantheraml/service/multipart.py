@@ -31,7 +31,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @dataclass
-class Upload:
+class ReceivedForm:
     """A form that has arrived: its fields, and its file at `path`."""
 
     path: Path
@@ -45,7 +45,7 @@ class Upload:
 class _Form:
     """Callbacks of the parser; what it finds."""
 
-    upload: Upload
+    upload: ReceivedForm
     file_field: str
     output: BinaryIO
     limit: int
@@ -126,12 +126,12 @@ def too_large(limit: int) -> ApiError:
 
 
 @asynccontextmanager
-async def received(request: Request, folder: Path, *, file_field: str, limit: int) -> AsyncIterator[Upload]:
+async def received(request: Request, folder: Path, *, file_field: str, limit: int) -> AsyncIterator[ReceivedForm]:
     """Yield the form of a request. The file is removed at the end of the block unless the block has moved it."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise ApiError(415, "Send the file as multipart/form-data.", code="unsupported_media_type")
-    upload = Upload(folder / secrets.token_hex(16))
+    upload = ReceivedForm(folder / secrets.token_hex(16))
     try:
         with open(open_private(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as output:
             await _receive(request, _Form(upload, file_field, output, limit), options[b"boundary"])

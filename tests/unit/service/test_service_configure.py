@@ -12,7 +12,7 @@ import pytest
 
 from pantheraml.base.errors import ConfigError, DeviceError, OutOfMemoryError
 from pantheraml.planner.known_models import known_config
-from pantheraml.service.jobs.configure import Inputs, JobPlan, configure
+from pantheraml.service.jobs.configure import Inputs, PlannedJob, configure
 from pantheraml.service.jobs.inventory import gpu_indices
 from pantheraml.service.schemas.fine_tuning import CreateJob
 from pantheraml.specs.plan import GPU, DeviceSpec
@@ -37,7 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return Inputs(model, toy.write_jsonl(root / "rows.jsonl", toy.arithmetic(40)), 40, None)
 
 
-def planned(inputs: Inputs, gpus: int, **own: Any) -> JobPlan:
+def planned(inputs: Inputs, gpus: int, **own: Any) -> PlannedJob:
     body = {"model": "tiny", "training_file": "file-1", "pantheraml": own}
     return configure(CreateJob.model_validate(body), inputs, 7, machine(gpus))
 
@@ -88,7 +88,7 @@ def test_a_job_that_cannot_fit_is_refused_with_what_would(inputs: Inputs, tmp_pa
 def test_a_job_takes_cpu_slots_by_its_memory(inputs: Inputs, tmp_path: Path) -> None:
     """Else jobs side by side would fill the memory of the machine, and be killed with the service."""
 
-    def on_cpu(ram: int, slots: int, **own: Any) -> JobPlan:
+    def on_cpu(ram: int, slots: int, **own: Any) -> PlannedJob:
         body = CreateJob.model_validate({"model": "tiny", "training_file": "file-1", "pantheraml": own})
         devices = machine(0).model_copy(update={"ram_bytes": ram * GIB})
         return configure(body, large(inputs, tmp_path, "llama-3.1-8b"), 7, devices, cpu_slots=slots)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pantheraml.service.jobs.inventory import Inventory
+from pantheraml.service.jobs.inventory import LeasableDevices
 from pantheraml.specs.plan import GPU, DeviceSpec
 
 
-def slots(count: int) -> Inventory:
-    return Inventory(
+def slots(count: int) -> LeasableDevices:
+    return LeasableDevices(
         DeviceSpec(gpus=(), cpu_count=8, ram_bytes=1, driver=None), tuple(f"cpu:{i}" for i in range(count))
     )
 
@@ -36,4 +36,4 @@ def test_cores_are_those_that_the_service_may_use() -> None:
 def test_jobs_on_gpus_share_all_cores() -> None:
     gpu = GPU(index=0, name="H200", total_bytes=1, free_bytes=1, compute_capability=(9, 0))
     spec = DeviceSpec(gpus=(gpu,), cpu_count=8, ram_bytes=1, driver="580")
-    assert Inventory(spec, ("gpu:0",)).cores_of(["gpu:0"], range(8)) is None
+    assert LeasableDevices(spec, ("gpu:0",)).cores_of(["gpu:0"], range(8)) is None

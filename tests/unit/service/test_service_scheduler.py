@@ -11,7 +11,7 @@ from pantheraml.service.jobs.scheduler import (
     Allowance,
     Place,
     Running,
-    Waiting,
+    WaitingJob,
     decide,
     ordered,
     place_before,
@@ -29,11 +29,11 @@ def job(
     at: float = NOW,
     seconds: float | None = None,
     on: set[str] | None = None,
-) -> Waiting:
-    return Waiting(name, owner, priority, at, devices, seconds, None if on is None else frozenset(on))
+) -> WaitingJob:
+    return WaitingJob(name, owner, priority, at, devices, seconds, None if on is None else frozenset(on))
 
 
-def names(jobs: list[Waiting]) -> list[str]:
+def names(jobs: list[WaitingJob]) -> list[str]:
     return [each.id for each in jobs]
 
 
@@ -100,12 +100,12 @@ def test_everybody_is_told_when_it_is_their_turn() -> None:
 
 
 def runs(name: str, *, devices: int = 1, priority: int = 0, ran: float = 60.0, waited: float = 0.0) -> Running:
-    place = Waiting(name, "a", priority, NOW - ran - waited, devices, None, ran=ran)
+    place = WaitingJob(name, "a", priority, NOW - ran - waited, devices, None, ran=ran)
     return Running(name, "a", None, place)
 
 
 def paused_for(
-    waiting: list[Waiting], running: list[Running], devices: int = 4, held: list[str] | None = None
+    waiting: list[WaitingJob], running: list[Running], devices: int = 4, held: list[str] | None = None
 ) -> dict[str, str]:
     names = [f"gpu:{number}" for number in range(devices)]
     holders = held or [each.id for each in running for _ in range(each.if_paused.devices if each.if_paused else 1)]
@@ -177,7 +177,7 @@ def test_a_moved_job_stays_before_the_other_one() -> None:
     """Also when that one grows older, or leaves the queue."""
     queue = [job("1", at=NOW - 30), job("2", at=NOW - 20), job("3", owner="b", at=NOW - 10)]
 
-    def moved(order: list[Waiting], name: str, before: str | None) -> list[Waiting]:
+    def moved(order: list[WaitingJob], name: str, before: str | None) -> list[WaitingJob]:
         place = place_before(order, name, before)
         return ordered([replace(each, place=place) if each.id == name else each for each in order], usage, NOW)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pantheraml.planner.memory.blocks import blocks_bytes
-from pantheraml.planner.memory.step_sizes import BYTE, FLOAT32, LinearGroup, StepSizes
+from pantheraml.planner.memory.step_sizes import BYTE, FLOAT32, LinearSizes, StepSizes
 
 TILE = 16_384
 """As in `models.fast.tiled_mlp`."""
@@ -105,7 +105,7 @@ def _kept_after_attention(sizes: StepSizes) -> Iterator[int]:
     yield from _kept_by_adapters(sizes, second)
 
 
-def _kept_by_norm(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:
+def _kept_by_norm(sizes: StepSizes, group: LinearSizes) -> Iterator[int]:
     """Rows for the group's matmul and what their norm's gradient is computed from."""
     tokens = sizes.tokens
     yield tokens * (group.width + sizes.pad(group)) * sizes.operand
@@ -116,7 +116,7 @@ def _kept_by_norm(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:
         yield tokens * sizes.hidden * sizes.compute
 
 
-def _kept_by_adapters(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:
+def _kept_by_adapters(sizes: StepSizes, group: LinearSizes) -> Iterator[int]:
     if sizes.trains_weights:
         if sizes.fp8_layers:  # the weights' scale, repeated
             yield max(group.height, group.width) * FLOAT32
@@ -151,7 +151,7 @@ def backward_transients(sizes: StepSizes, *, owns_kept: bool) -> list[Transient]
     return [Transient(name, tuple(tensors)) for name, tensors in moments.items()]
 
 
-def _matrix(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:
+def _matrix(sizes: StepSizes, group: LinearSizes) -> Iterator[int]:
     """The matrix that a backward matmul builds just before it: transposed bytes, dequantized or stacked weights."""
     if sizes.fp8_layers:
         yield group.width * (group.height + sizes.pad(group)) * BYTE
@@ -159,7 +159,7 @@ def _matrix(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:
         yield group.width * group.height * sizes.compute
 
 
-def _weight_gradient(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:
+def _weight_gradient(sizes: StepSizes, group: LinearSizes) -> Iterator[int]:
     """Operands of the matmul of a weight's gradient; the gradient comes last."""
     if not sizes.trains_weights:
         return

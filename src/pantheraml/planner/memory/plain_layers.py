@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pantheraml.planner.memory.step_sizes import BYTE, DTYPE_BYTES, FLOAT32, LinearGroup, StepSizes
+from pantheraml.planner.memory.step_sizes import BYTE, DTYPE_BYTES, FLOAT32, LinearSizes, StepSizes
 
 PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "granite")
 """gemma2 caps attention scores, which takes attention without fused kernels; gpt2's activation keeps its every term."""
@@ -76,14 +76,14 @@ def _casts(sizes: StepSizes) -> bool:
     return sizes.compute != FLOAT32 or sizes.setting.lora_dropout > 0
 
 
-def _input_copies(sizes: StepSizes, group: LinearGroup) -> int:
+def _input_copies(sizes: StepSizes, group: LinearSizes) -> int:
     if sizes.trains_weights:
         norms_cast = residual_bytes(sizes) != sizes.compute and group.width == sizes.hidden and len(group.heights) > 1
         return len(group.heights) if norms_cast else 1
     return sum(group.adapted) if _casts(sizes) else min(1, sum(group.adapted))
 
 
-def _kept_by_adapters(sizes: StepSizes, group: LinearGroup) -> Iterator[int]:
+def _kept_by_adapters(sizes: StepSizes, group: LinearSizes) -> Iterator[int]:
     tokens, rank, compute = sizes.tokens, group.rank, sizes.compute
     adapted = [height for height, has in zip(group.heights, group.adapted, strict=True) if has]
     for height in adapted:

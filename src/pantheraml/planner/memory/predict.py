@@ -19,7 +19,7 @@ from pantheraml.planner.memory.step_sizes import DTYPE_BYTES, FLOAT32, StepSizes
 from pantheraml.planner.memory.weights import (
     FIRST_RANK,
     Held,
-    Place,
+    RankPlace,
     StageLayers,
     gradient_bytes,
     has_fp8_head,
@@ -96,7 +96,7 @@ def predict_memory(
     if why_not_predicted(shapes, setting, capability=capability) is not None:
         return None
     workspace = _workspace(setting, capability)
-    ranks = [_Rank(shapes, setting, Place(pipeline=rank), workspace) for rank in range(setting.dims.pipeline)]
+    ranks = [_Rank(shapes, setting, RankPlace(pipeline=rank), workspace) for rank in range(setting.dims.pipeline)]
     fullest = max(ranks, key=lambda rank: _total(rank.peak))
     instant, parts = fullest.peak
     allocated = sum(parts.values())
@@ -119,7 +119,7 @@ def _total(instant: tuple[str, Parts]) -> int:
 
 
 def instants(
-    shapes: ModelShapes, setting: Setting, place: Place = FIRST_RANK, *, capability: tuple[int, int] | None = None
+    shapes: ModelShapes, setting: Setting, place: RankPlace = FIRST_RANK, *, capability: tuple[int, int] | None = None
 ) -> dict[str, Parts]:
     """Bytes of a rank by part, at each moment of a step that may be its peak."""
     return _Rank(shapes, setting, place, _workspace(setting, capability)).instants()
@@ -151,7 +151,7 @@ class _Layer:
 
 
 class _Rank:
-    def __init__(self, shapes: ModelShapes, setting: Setting, place: Place, workspace: int) -> None:
+    def __init__(self, shapes: ModelShapes, setting: Setting, place: RankPlace, workspace: int) -> None:
         decoder = shapes.decoder
         assert decoder is not None
         self.shapes, self.setting = shapes, setting

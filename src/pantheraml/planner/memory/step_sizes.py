@@ -26,7 +26,7 @@ _MERGED: dict[GroupName, tuple[str, ...]] = {**_MEMBERS, "qkv": ("qkv_proj",), "
 
 
 @dataclass(frozen=True)
-class LinearGroup:
+class LinearSizes:
     """Linear layers of one input, as fused layers run them."""
 
     width: int
@@ -78,13 +78,13 @@ class StepSizes:
         """Bytes of a value of a fused matmul's input."""
         return BYTE if self.fp8_layers else self.compute
 
-    def pad(self, group: LinearGroup) -> int:
+    def pad(self, group: LinearSizes) -> int:
         """Columns that a fused matmul has for the adapters of a group."""
         if self.trains_weights:
             return 0
         return round_up(group.ranks, FP8_COLUMNS if self.fp8_layers else PLAIN_COLUMNS)
 
-    def group(self, name: GroupName) -> LinearGroup:
+    def group(self, name: GroupName) -> LinearSizes:
         merged = self.decoder.family == "phi3"
         members = (_MERGED if merged else _MEMBERS)[name]
         heights = {
@@ -95,10 +95,10 @@ class StepSizes:
         }[name]
         width = {"qkv": self.hidden, "output": self.queries, "first": self.hidden, "second": self.inner}[name]
         adapted = tuple(self.setting.method != "full" and _is_target(each, self.setting) for each in members)
-        return LinearGroup(width, heights, adapted, self.setting.lora_rank)
+        return LinearSizes(width, heights, adapted, self.setting.lora_rank)
 
     @property
-    def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
+    def groups(self) -> tuple[LinearSizes, LinearSizes, LinearSizes, LinearSizes]:
         """In the order of a layer."""
         return self.group("qkv"), self.group("output"), self.group("first"), self.group("second")
 

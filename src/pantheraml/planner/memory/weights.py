@@ -28,7 +28,7 @@ TENSOR_CORE = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which rank: its index in each dimension that splits weights."""
 
     pipeline: int = 0
@@ -36,7 +36,7 @@ class Place:
     tensor: int = 0
 
 
-FIRST_RANK = Place()
+FIRST_RANK = RankPlace()
 """No rank of its stage holds more."""
 
 
@@ -119,7 +119,7 @@ def shapes_lora(shapes: ModelShapes, setting: Setting) -> int:
     return count
 
 
-def held_tensors(shapes: ModelShapes, setting: Setting, place: Place = FIRST_RANK) -> list[Held]:
+def held_tensors(shapes: ModelShapes, setting: Setting, place: RankPlace = FIRST_RANK) -> list[Held]:
     """Weights and adapters of a rank, after quantization, fusing and sharding."""
     stage = stage_layers(shapes, setting, place.pipeline)
     found: list[Held] = []
@@ -147,7 +147,7 @@ def whole_tensors(shapes: ModelShapes, setting: Setting) -> list[Held]:
     return held_tensors(shapes, setting.model_copy(update={"dims": dims, "fused": False}))
 
 
-def _tensors_of(weight: Weight, shapes: ModelShapes, setting: Setting, place: Place) -> Iterator[Held]:
+def _tensors_of(weight: Weight, shapes: ModelShapes, setting: Setting, place: RankPlace) -> Iterator[Held]:
     """The tensors of a weight: of fused layers with frozen fp8 or unquantized weights, the group's matrix has them."""
     full = setting.method == "full"
     in_matrix = weight.linear and not full and runs_fused(shapes, setting) and setting.frozen_weights != "nf4"
@@ -158,7 +158,7 @@ def _tensors_of(weight: Weight, shapes: ModelShapes, setting: Setting, place: Pl
         yield from _adapter(weight, setting, place)
 
 
-def _stored(weight: Weight, setting: Setting, place: Place) -> Iterator[Held]:
+def _stored(weight: Weight, setting: Setting, place: RankPlace) -> Iterator[Held]:
     quantized = setting.frozen_weights if weight.linear else None
     if quantized is None or (quantized == "fp8" and weight.transposed):
         full = setting.method == "full"
@@ -189,7 +189,7 @@ def _nf4(rows: int, columns: int, *, out_in: tuple[int, int], first_row: int) ->
         yield Held("weights", (-(-blocks // NF4_SCALE_BLOCK),), FLOAT32)
 
 
-def _adapter(weight: Weight, setting: Setting, place: Place) -> Iterator[Held]:
+def _adapter(weight: Weight, setting: Setting, place: RankPlace) -> Iterator[Held]:
     """A and B in float32; the one on the split side of the layer is split with it."""
     rows, columns = _linear_part(weight, setting, place)
     yield Held("adapters", (setting.lora_rank, columns), FLOAT32, trained=True)
@@ -216,7 +216,7 @@ def _fused_buffers(decoder: Decoder, setting: Setting) -> Iterator[Held]:
 # -- sharding
 
 
-def _tensor_part(weight: Weight, setting: Setting, place: Place) -> tuple[int, ...]:
+def _tensor_part(weight: Weight, setting: Setting, place: RankPlace) -> tuple[int, ...]:
     """Shape of this rank's part of an unquantized tensor under tensor parallelism."""
     ranks, rank = setting.dims.tensor, place.tensor
     if ranks == 1:
@@ -230,7 +230,7 @@ def _tensor_part(weight: Weight, setting: Setting, place: Place) -> tuple[int, .
     return _linear_part(weight, setting, place) if weight.linear else weight.shape
 
 
-def _linear_part(weight: Weight, setting: Setting, place: Place) -> tuple[int, int]:
+def _linear_part(weight: Weight, setting: Setting, place: RankPlace) -> tuple[int, int]:
     """Outputs and inputs of this rank's part of a linear layer."""
     (out, into), ranks, rank = weight.out_in, setting.dims.tensor, place.tensor
     if _is_by_inputs(weight):
@@ -242,7 +242,7 @@ def _is_by_inputs(weight: Weight) -> bool:
     return weight.layer.rpartition(".")[2] in _BY_INPUTS
 
 
-def _first(out: int, setting: Setting, place: Place) -> int:
+def _first(out: int, setting: Setting, place: RankPlace) -> int:
     return -(-out // setting.dims.tensor) * place.tensor
 
 

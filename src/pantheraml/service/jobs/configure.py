@@ -38,7 +38,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class JobPlan:
+class PlannedJob:
     config: dict[str, Any]
     plan: Plan
     hyperparameters: dict[str, Any]
@@ -76,7 +76,7 @@ def configure(
     jobs_per_gpu: int = 1,
     memory_fraction: float | None = None,
     cpu_slots: int = 1,
-) -> JobPlan:
+) -> PlannedJob:
     """Resolve the request on this hardware. Raises what a run would raise before it starts.
 
     `gpus`: what its user has set for the GPUs. `memory_fraction`: share of their memory that any job may use.
@@ -125,7 +125,7 @@ def configure(
     if jobs_per_gpu > 1:
         told = f"up to {jobs_per_gpu} jobs share a GPU: it may take {jobs_per_gpu} times as long as predicted"
         plan = plan.model_copy(update={"warnings": (*plan.warnings, told)})
-    return JobPlan(config.to_dict(), plan, hyperparameters, jobs_per_gpu, slots)
+    return PlannedJob(config.to_dict(), plan, hyperparameters, jobs_per_gpu, slots)
 
 
 def _chosen(request: CreateJob, rows: int) -> dict[str, Any]:

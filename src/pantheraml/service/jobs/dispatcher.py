@@ -26,7 +26,7 @@ from pantheraml.runs.supervised import Limits, RunExit, SupervisedRun
 from pantheraml.service.jobs.alarm import Alarm, HealthOfGPUs
 from pantheraml.service.jobs.housekeeping import EVERY_SECONDS, keep_house
 from pantheraml.service.jobs.ingest import PathHider, damage_event, energy_of, to_job_event
-from pantheraml.service.jobs.inventory import Inventory, card_of, gpu_indices
+from pantheraml.service.jobs.inventory import LeasableDevices, card_of, gpu_indices
 from pantheraml.service.jobs.notifier import Notifier
 from pantheraml.service.jobs.pace import Pace, pace_of
 from pantheraml.service.jobs.results import write_results
@@ -59,7 +59,7 @@ class Dispatcher:
         self,
         database: Database,
         settings: Settings,
-        inventory: Inventory,
+        inventory: LeasableDevices,
         notifier: Notifier,
         health: HealthOfGPUs,
     ) -> None:

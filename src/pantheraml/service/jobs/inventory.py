@@ -24,7 +24,7 @@ Held = TypeVar("Held")
 
 
 @dataclass(frozen=True)
-class Inventory:
+class LeasableDevices:
     spec: DeviceSpec
     devices: tuple[str, ...]
     """`gpu:0`, ... or `cpu:0`, ...; with several jobs per GPU the shares: `gpu:0:1/2`, `gpu:0:2/2`, ..."""
@@ -69,19 +69,19 @@ class Inventory:
         return sorted(found)
 
 
-def take_inventory(cpu_slots: int | None, jobs_per_gpu: int = 1) -> Inventory:
+def take_inventory(cpu_slots: int | None, jobs_per_gpu: int = 1) -> LeasableDevices:
     """ConfigError if a GPU is too small for so many jobs."""
     spec = probe()
     if not spec.gpus:
         if jobs_per_gpu > 1:
             logger.warning("--jobs-per-gpu has no effect: this machine has no GPU, and jobs get CPU slots")
-        return Inventory(spec, tuple(f"cpu:{slot}" for slot in range(cpu_slots or spec.cpu_count)))
+        return LeasableDevices(spec, tuple(f"cpu:{slot}" for slot in range(cpu_slots or spec.cpu_count)))
     if cpu_slots is not None:
         logger.warning("--cpu-slots has no effect: jobs get the GPUs of this machine")
     cards = [f"gpu:{gpu.index}" for gpu in spec.gpus]
     if jobs_per_gpu == 1:
-        return Inventory(spec, tuple(cards))
-    found = Inventory(
+        return LeasableDevices(spec, tuple(cards))
+    found = LeasableDevices(
         spec,
         tuple(f"{card}:{share}/{jobs_per_gpu}" for card in cards for share in range(1, jobs_per_gpu + 1)),
         jobs_per_gpu,

@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingJob:
     id: str
     owner: str
     priority: int
@@ -69,7 +69,7 @@ class Running:
     id: str
     owner: str
     expected_end: float | None
-    if_paused: Waiting | None = None
+    if_paused: WaitingJob | None = None
     """The job as it would be queued if paused; None: it may not be paused for others."""
     is_leaving: bool = False
     """It is being ended or paused, and will free its devices in a moment."""
@@ -108,17 +108,17 @@ class Decision:
     """Running job to pause -> the waiting job that needs its devices."""
 
 
-def ordered(queue: Sequence[Waiting], usage: Mapping[str, float], now: float) -> list[Waiting]:
+def ordered(queue: Sequence[WaitingJob], usage: Mapping[str, float], now: float) -> list[WaitingJob]:
     """`usage`: recent device seconds of each user."""
 
-    def rank(job: Waiting) -> tuple[float, float, float, float, str]:
+    def rank(job: WaitingJob) -> tuple[float, float, float, float, str]:
         place = job.counts_as
         return (-place.aged(now), usage.get(place.owner, 0.0), place.queued_at, place.tie, job.id)
 
     return sorted(queue, key=rank)
 
 
-def place_before(order: Sequence[Waiting], job_id: str, before: str | None) -> Place:
+def place_before(order: Sequence[WaitingJob], job_id: str, before: str | None) -> Place:
     """Return the place of a queued job right before another one; None: at the end. `order`: the whole queue."""
     others = [job for job in order if job.id != job_id]
     index = len(others) if before is None else next(i for i, job in enumerate(others) if job.id == before)
@@ -133,7 +133,7 @@ def place_before(order: Sequence[Waiting], job_id: str, before: str | None) -> P
 
 
 def decide(
-    queue: Sequence[Waiting],
+    queue: Sequence[WaitingJob],
     running: Sequence[Running],
     devices: Sequence[str],
     held: Mapping[str, str],
@@ -150,7 +150,7 @@ def decide(
     starts: dict[str, list[str]] = {}
     waiting: dict[str, Reason] = {}
     pauses: dict[str, str] = {}
-    first: Waiting | None = None
+    first: WaitingJob | None = None
     reserved_at: float | None = None
     order, in_turn = ordered(queue, usage, now), []
     choices: dict[frozenset[str] | None, _Choice] = {}
@@ -214,7 +214,9 @@ class _Choice:
     text: str
 
 
-def _choice(job: Waiting, devices: Sequence[str], unusable: Mapping[str, str], holders: Mapping[str, str]) -> _Choice:
+def _choice(
+    job: WaitingJob, devices: Sequence[str], unusable: Mapping[str, str], holders: Mapping[str, str]
+) -> _Choice:
     mine = [device for device in devices if job.may_have(device)]
     usable = [device for device in mine if card_of(device) not in unusable]
     free = _one_per_card([device for device in usable if device not in holders], holders)
@@ -235,7 +237,7 @@ def _one_per_card(free: Sequence[str], holders: Mapping[str, str]) -> list[str]:
     return list(firsts.values())
 
 
-def _apart(first: Waiting, usable: Sequence[str], holders: Mapping[str, str]) -> list[str]:
+def _apart(first: WaitingJob, usable: Sequence[str], holders: Mapping[str, str]) -> list[str]:
     """Return free devices that the first job in the queue cannot need: not its GPUs, or beyond one share of each."""
     kept: set[str] = set()
     found = []
@@ -258,7 +260,7 @@ def _gives(usable: Sequence[str], free: Sequence[str], holders: Mapping[str, str
 
 
 def _victims(
-    job: Waiting, missing: int, active: Sequence[Running], gives: Mapping[str, set[str]], now: float
+    job: WaitingJob, missing: int, active: Sequence[Running], gives: Mapping[str, set[str]], now: float
 ) -> list[str]:
     """Return running jobs to pause so that `job` gets the devices it lacks; none if that is not enough, or not needed.
 
@@ -288,7 +290,7 @@ def _victims(
     return chosen
 
 
-def _outranks(job: Waiting, other: Waiting, now: float) -> bool:
+def _outranks(job: WaitingJob, other: WaitingJob, now: float) -> bool:
     return job.priority > other.priority and job.counts_as.aged(now) > other.counts_as.aged(now)
 
 
@@ -304,7 +306,7 @@ def _frees_at(
     return found
 
 
-def _estimated_starts(in_turn: Sequence[Waiting], frees_at: dict[str, float]) -> dict[str, float | None]:
+def _estimated_starts(in_turn: Sequence[WaitingJob], frees_at: dict[str, float]) -> dict[str, float | None]:
     """Estimate when each job starts if all run in order, for their predicted time; None: unknown."""
     found: dict[str, float | None] = {}
     for job in in_turn:
@@ -337,5 +339,5 @@ def _when_free(missing: int, active: Sequence[Running], gives: Mapping[str, set[
     return None
 
 
-def _ends_before(job: Waiting, moment: float | None, now: float) -> bool:
+def _ends_before(job: WaitingJob, moment: float | None, now: float) -> bool:
     return moment is not None and job.predicted_seconds is not None and now + job.predicted_seconds <= moment

@@ -18,8 +18,8 @@ from pantheraml.service.auth import Principal
 from pantheraml.service.context import ServiceContext
 from pantheraml.service.errors import ApiError, refusal
 from pantheraml.service.ids import new_id
-from pantheraml.service.jobs.configure import Inputs, JobPlan, configure
-from pantheraml.service.jobs.inventory import Inventory
+from pantheraml.service.jobs.configure import Inputs, PlannedJob, configure
+from pantheraml.service.jobs.inventory import LeasableDevices
 from pantheraml.service.jobs.states import ENDED, State
 from pantheraml.service.schemas.fine_tuning import CreateJob
 from pantheraml.service.store.files import content_of, find_file
@@ -41,7 +41,7 @@ class Beside:
 
 async def plan_job(
     body: CreateJob, principal: Principal, context: ServiceContext, seed: int, beside: Beside | None = None
-) -> JobPlan:
+) -> PlannedJob:
     """Resolve the request on this machine. ApiError with the parameter at fault if it cannot run."""
     beside = beside or Beside()
     if body.pantheraml.priority > 0 and not principal.allows("admin"):
@@ -80,7 +80,7 @@ async def plan_job(
     return planned
 
 
-def _require_devices(count: int, devices: DeviceSpec, inventory: Inventory) -> None:
+def _require_devices(count: int, devices: DeviceSpec, inventory: LeasableDevices) -> None:
     """ApiError if there are fewer GPUs, or CPU slots."""
     available = len(devices.gpus) or len(inventory.devices)
     if count > available:
@@ -97,7 +97,7 @@ def _folder_of(name: str, context: ServiceContext) -> Path:
     return models[name].path
 
 
-def _devices_for(beside: Beside, inventory: Inventory, processes: int) -> DeviceSpec:
+def _devices_for(beside: Beside, inventory: LeasableDevices, processes: int) -> DeviceSpec:
     """This machine, with the GPUs that the job may have, or the cores of its CPU slots."""
     wanted = [] if beside.gpus is None else beside.gpus.gpu_ids
     spec = inventory.spec
@@ -186,7 +186,7 @@ async def _earlier(principal: Principal, key: str, context: ServiceContext) -> J
         return await session.scalar(query)
 
 
-def _row(body: CreateJob, principal: Principal, planned: JobPlan, seed: int, idempotency_key: str | None) -> Job:
+def _row(body: CreateJob, principal: Principal, planned: PlannedJob, seed: int, idempotency_key: str | None) -> Job:
     return Job(
         id=new_id("ftjob"),
         owner=principal.user,

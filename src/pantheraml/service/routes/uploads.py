@@ -26,8 +26,7 @@ from pantheraml.service.auth import Principal, Submitter
 from pantheraml.service.context import Context, ServiceContext
 from pantheraml.service.errors import ApiError, not_found
 from pantheraml.service.ids import new_id
-from pantheraml.service.multipart import Upload as ReceivedForm
-from pantheraml.service.multipart import received, too_large
+from pantheraml.service.multipart import ReceivedForm, received, too_large
 from pantheraml.service.schemas.uploads import MOST_PARTS, CompleteUpload, CreateUpload, part_object, upload_object
 from pantheraml.service.store.tables import File, Upload, UploadPart
 

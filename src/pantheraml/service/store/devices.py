@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pantheraml.service.store.tables import DisabledDevice, MultiGPUSettings
+from pantheraml.service.store.tables import DisabledDevice, UserSettings
 
 
 async def disabled_devices(session: AsyncSession) -> dict[str, DisabledDevice]:
@@ -26,16 +26,16 @@ async def enable(session: AsyncSession, names: Iterable[str]) -> None:
     await session.execute(delete(DisabledDevice).where(DisabledDevice.resource.in_(list(names))))
 
 
-async def settings_of(session: AsyncSession, user: str) -> MultiGPUSettings:
+async def settings_of(session: AsyncSession, user: str) -> UserSettings:
     """Return the user's row, or an empty one that is not stored."""
-    found = await session.get(MultiGPUSettings, user)
-    return found or MultiGPUSettings(user=user, gpus=None, training=None)
+    found = await session.get(UserSettings, user)
+    return found or UserSettings(user=user, gpus=None, training=None)
 
 
 async def store_settings(session: AsyncSession, user: str, **columns: Mapping[str, Any]) -> None:
-    row = await session.get(MultiGPUSettings, user)
+    row = await session.get(UserSettings, user)
     if row is None:
-        row = MultiGPUSettings(user=user, gpus=None, training=None)
+        row = UserSettings(user=user, gpus=None, training=None)
         session.add(row)
     for name, value in columns.items():
         setattr(row, name, dict(value))

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 from sqlalchemy.orm.attributes import set_committed_value
 
-from pantheraml.service.jobs.scheduler import Place, Waiting
+from pantheraml.service.jobs.scheduler import Place, WaitingJob
 from pantheraml.service.jobs.states import ACTIVE, State, check_transition
 from pantheraml.service.store.database import Database
 from pantheraml.service.store.tables import Event, Job, Lease
@@ -95,12 +95,12 @@ async def jobs_in(session: AsyncSession, states: Iterable[State]) -> list[Job]:
     return list((await session.scalars(query)).all())
 
 
-async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
+async def waiting_jobs(session: AsyncSession) -> list[WaitingJob]:
     """Return each queued job for the scheduler, without reading the large configurations."""
     columns = (Job.id, Job.owner, Job.priority, Job.queued_at, Job.processes, Job.predicted_seconds, Job.seconds_run)
     rows = await session.execute(select(*columns, Job.gpu_ids, Job.place).where(Job.state == State.QUEUED.value))
     return [
-        Waiting(
+        WaitingJob(
             name,
             owner,
             priority,
@@ -115,11 +115,11 @@ async def waiting_jobs(session: AsyncSession) -> list[Waiting]:
     ]
 
 
-def if_paused(job: Job, now: float) -> Waiting | None:
+def if_paused(job: Job, now: float) -> WaitingJob | None:
     """Return a running job as it would be queued if paused; None: it may not be paused for others."""
     if job.is_test or job.state not in (State.STARTING, State.RUNNING):
         return None
-    return Waiting(
+    return WaitingJob(
         job.id,
         job.owner,
         job.priority,

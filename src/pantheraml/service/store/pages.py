@@ -13,7 +13,7 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Page(Generic[Row]):
+class PageOfRows(Generic[Row]):
     rows: list[Row]
     has_more: bool
 
@@ -32,7 +32,7 @@ async def fetch_page(
     limit: int,
     cursor: Any | None,
     order: Literal["asc", "desc"] = "desc",
-) -> Page[Any]:
+) -> PageOfRows[Any]:
     """`cursor`: the row after which the page begins; None: from the start."""
     moment, name = table.created_at, table.id
     if cursor is not None:
@@ -43,4 +43,4 @@ async def fetch_page(
         query = query.where(later)
     columns = (moment.desc(), name.desc()) if order == "desc" else (moment.asc(), name.asc())
     rows = list((await session.scalars(query.order_by(*columns).limit(limit + 1))).all())
-    return Page(rows[:limit], len(rows) > limit)
+    return PageOfRows(rows[:limit], len(rows) > limit)

@@ -260,7 +260,7 @@ class WebhookDelivery(Base):
     """Outcome of the last attempt."""
 
 
-class MultiGPUSettings(Base):
+class UserSettings(Base):
     """A user's settings under `/multigpu`."""
 
     __tablename__ = "multigpu_settings"
@@ -283,7 +283,7 @@ class DisabledDevice(Base):
     created_at: Mapped[float]
 
 
-class DataFolder(Base):
+class DataFolderId(Base):
     """The one data folder whose files and jobs the database knows."""
 
     __tablename__ = "data_folder"
