@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 from inputs import FAMILY, SHAPES
 from suites.h200_planner import NOT_COMPARED, RANDOM_NAMES
@@ -18,9 +19,9 @@ from table import markdown_table
 
 from pantheraml.base.errors import UnsupportedModelError
 from pantheraml.planner.choose import choose
-from pantheraml.planner.memory import predict_memory, why_not_predicted
+from pantheraml.planner.memory import fused_layers, predict_memory, why_not_predicted
 from pantheraml.planner.memory.head import chunk_rows
-from pantheraml.planner.memory.step_sizes import step_sizes
+from pantheraml.planner.memory.step_sizes import FLOAT32, StepSizes, step_sizes
 from pantheraml.planner.model_shapes import ModelShapes, shapes_of_config
 from pantheraml.planner.setting import Setting, setting_of
 from pantheraml.specs.config_file import validate
@@ -48,6 +49,8 @@ SECOND_LAYOUT_SHARE = 0.75
 """Second layouts took up to this share of the memory of all fp8 weights, of MLPs alone."""
 BIG_CHUNKS_FROM = "2026-11-18T21:27"
 """Since then, an fp8 head of a narrow model takes more tokens at a time."""
+ROWS_AGAIN_FROM = "2026-11-20T02:00"
+"""Since then, fused layers do not keep the rows of the output projection: they make them again in backward."""
 
 DEVELOPED_ON = frozenset(
     {
@@ -98,11 +101,31 @@ class CodeThen:
 
     two_layouts: bool
     small_chunks: bool
+    kept_rows: bool
 
     @property
     def note(self) -> str:
-        notes = ["two layouts" if self.two_layouts else "", "smaller chunks of logits" if self.small_chunks else ""]
-        return ", ".join(filter(None, notes))
+        words = {
+            "two layouts": self.two_layouts,
+            "smaller chunks of logits": self.small_chunks,
+            "kept rows": self.kept_rows,
+        }
+        return ", ".join(word for word, differed in words.items() if differed)
+
+    def predict(self, shapes: ModelShapes, setting: Setting) -> MemoryPrediction | None:
+        """The planner's prediction, for layers that kept the rows of the output projection if they did."""
+        today = fused_layers._kept_after_attention
+
+        def then(sizes: StepSizes) -> Iterator[int]:
+            output = sizes.groups[1]
+            if sizes.fp8_layers or sizes.pad(output):  # else the rows are attention's own output
+                yield sizes.tokens * (output.width + sizes.pad(output)) * sizes.operand
+            if sizes.fp8_layers:
+                yield sizes.tokens * FLOAT32
+            yield from today(sizes)
+
+        with patch.object(fused_layers, "_kept_after_attention", then if self.kept_rows else today):
+            return predict_memory(shapes, setting, capability=(9, 0))
 
     def extra_bytes(self, shapes: ModelShapes, setting: Setting, found: MemoryPrediction) -> int:
         more = _second_layouts(shapes, setting) if self.two_layouts else 0
@@ -219,7 +242,7 @@ def compare(run: Measured) -> Compared:
         shapes = model_shapes(run.model)
     except UnsupportedModelError as err:
         return Compared(run, setting, then, None, None, err.what)
-    found = predict_memory(shapes, setting, capability=(9, 0))
+    found = then.predict(shapes, setting)
     if found is None:
         return Compared(run, setting, then, None, None, why_not_predicted(shapes, setting, capability=(9, 0)))
     assert found.reserved_bytes is not None
@@ -234,7 +257,9 @@ def _code_then(run: Measured, setting: Setting) -> CodeThen:
     fp8 = setting.frozen_weights == "fp8" and setting.fused
     two = fp8 and setting.activation_checkpointing == "none" and run.date < ONE_LAYOUT_FROM
     return CodeThen(
-        two_layouts=two and not run.case.startswith("fp8_layouts off"), small_chunks=fp8 and run.date < BIG_CHUNKS_FROM
+        two_layouts=two and not run.case.startswith("fp8_layouts off"),
+        small_chunks=fp8 and run.date < BIG_CHUNKS_FROM,
+        kept_rows=setting.fused and run.date < ROWS_AGAIN_FROM,
     )
 
 

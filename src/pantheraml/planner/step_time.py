@@ -269,11 +269,11 @@ def _bytes_per_token(setting: Setting, sizes: LayerSizes) -> tuple[float, float]
         return _eager_bytes(setting, sizes)
     if _fp8_layers(setting):  # norms, RoPE and activations also round their results to fp8
         forward = 7 * norms * h + 4 * qkv + 3 * q + 2 * wide + i
-        backward = 8 * norms * h + 4 * qkv + 3 * wide + 6 * i + (3 * q if not adapter else 0)
+        backward = 8 * norms * h + 4 * qkv + 3 * wide + 6 * i + (3 if adapter else 6) * q
         gradients = 1.2 if adapter else 2.0
     else:
         forward = 8 * norms * h + 4 * qkv + 2 * wide + 2 * i
-        backward = 8 * norms * h + 4 * qkv + 4 * wide + 4 * i
+        backward = 8 * norms * h + 4 * qkv + 4 * wide + 4 * i + (4 * q if adapter and setting.fused else 0)
         gradients = 2.0 if adapter else 0.0
     # gradients of adapters read the inputs and output gradients of all groups of matrices
     return forward, backward + gradients * (4 * h + q + qkv + wide + i)

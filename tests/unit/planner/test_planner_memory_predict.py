@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from pantheraml.kernels.lora_columns import COLUMNS
 from pantheraml.planner.memory import predict_memory, why_not_predicted
 from pantheraml.planner.memory.blocks import MIB, block_bytes
 from pantheraml.planner.model_shapes import ModelShapes, read_shapes, shapes_of_config
@@ -54,7 +55,8 @@ def test_parts_add_up_to_what_is_allocated(llama: ModelShapes) -> None:
 def test_a_recorded_run_is_predicted(llama: ModelShapes) -> None:
     found = predicted(llama, LORA)
     assert found.instant == "loss"
-    assert found.allocated_bytes == pytest.approx(31.917 * GIB, rel=0.01)
+    rows = 32 * 8192 * (4096 + COLUMNS + 4)  # of the output projection, with scales: layers kept them then
+    assert found.allocated_bytes == pytest.approx(31.917 * GIB - rows, rel=0.005)
 
 
 def by_mode(shapes: ModelShapes, setting: Setting) -> dict[Checkpointing, int]:

@@ -92,11 +92,7 @@ def _kept_by_attention(sizes: StepSizes) -> Iterator[int]:
 def _kept_after_attention(sizes: StepSizes) -> Iterator[int]:
     tokens = sizes.tokens
     _, output, first, second = sizes.groups
-    if sizes.fp8_layers or sizes.pad(output):  # else the rows are attention's own output
-        yield tokens * (output.width + sizes.pad(output)) * sizes.operand
-    if sizes.fp8_layers:
-        yield tokens * FLOAT32
-    yield from _kept_by_adapters(sizes, output)
+    yield from _kept_by_adapters(sizes, output)  # the rows are made again from attention's output
     if sizes.decoder.family in OUTPUT_NORM_FAMILIES:
         yield from (tokens * sizes.hidden * sizes.compute, tokens * FLOAT32)
     yield from _kept_by_norm(sizes, first)
