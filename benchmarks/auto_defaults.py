@@ -7,6 +7,7 @@ set (`auto`), and at every point of a grid of ten learning rates and two ranks. 
 
     python benchmarks/run.py auto_defaults --set tasks=code --set minutes=8    on a GPU, for each task
     python benchmarks/run.py auto_defaults --set size=cpu           on a CPU: ten minutes for each task, on one core
+    python benchmarks/run.py auto_defaults --set size=cpu-wide      twice as wide, which no rule was taken from
     python benchmarks/run.py auto_defaults --set size=tiny          on a CPU: a smoke test
 """
 
@@ -40,6 +41,7 @@ SHORTEST, LONGEST = 100, 1_500
 SIZES = {
     "small": replace(accuracy.SIZES["small"], hidden=1024, intermediate=2816),
     "cpu": replace(accuracy.SIZES["cpu"], steps=120),
+    "cpu-wide": replace(accuracy.SIZES["cpu"], hidden=512, intermediate=1024, steps=120),
     "tiny": accuracy.SIZES["tiny"],
 }
 
