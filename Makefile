@@ -74,8 +74,9 @@ bench: install-dev
 	$(BIN)/python benchmarks/run.py --all
 	$(BIN)/python benchmarks/run.py --table
 
+# One GPU serves many test processes; each computes little on the CPU.
 gpu-test:
-	$(PYTHON) -m pytest tests/gpu
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/gpu
 
 clean:
 	rm -rf .venv runs build dist src/*.egg-info
