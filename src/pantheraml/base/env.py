@@ -90,7 +90,7 @@ def started_by_agent() -> bool:
 
 
 STORE_FILE = "PANTHERAML_STORE_FILE"
-"""Set by the agent of a single-node run for its ranks."""
+"""Set by the process above the ranks of a single-node run (`launch.local_ranks`)."""
 
 
 def store_address() -> StoreAddress:

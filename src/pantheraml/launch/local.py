@@ -1,9 +1,10 @@
 """Start, watch and stop the worker processes of this node, and leave none behind.
 
-Several workers run under torch's elastic agent, one per device; a single worker runs without it. The parent never
-imports torch. Ctrl-C or a scheduler's signal requests a stop through a file in the run folder, which the workers check
-between steps: they save and exit. A second Ctrl-C, or the end of the grace period, kills them. If the parent dies, the
-kernel sends SIGTERM to its child, so that an orphaned run saves and exits too.
+Several workers, one per device, run below a process that ends them together (`local_ranks`); a single worker runs
+without it. Neither that process nor the parent imports torch. Ctrl-C or a scheduler's signal requests a stop through a
+file in the run folder, which the workers check between steps: they save and exit. A second Ctrl-C, or the end of the
+grace period, kills them. If the parent dies, the kernel sends SIGTERM to its child, so that an orphaned run saves and
+exits too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import psutil
 from pantheraml.base import env, log
 from pantheraml.base.errors import HangError, LaunchError
 from pantheraml.base.private import private_folder
-from pantheraml.launch.script import agent_command, python_module
+from pantheraml.launch.script import python_module, ranks_command
 from pantheraml.specs.plan import Plan
 
 logger = log.get(__name__)
@@ -52,15 +53,15 @@ def task_command(task: str, run_dir: Path) -> list[str]:
 
 
 def command_for(task: str, folder: Path, plan: Plan | None) -> list[str]:
-    """Command of the plan's workers, under the elastic agent; a single worker starts faster without it."""
+    """Command of the plan's workers: one process that runs them all (`local_ranks`), or the only worker itself."""
     command = task_command(task, folder)
-    return command if plan is None or plan.world_size == 1 else agent_command(plan.world_size, command)
+    return command if plan is None or plan.world_size == 1 else ranks_command(plan.world_size, command)
 
 
 def worker_environment(plan: Plan | None, *, grace_seconds: int | None = None) -> dict[str, str]:
     changes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": None, **_kernel_cache()}
     if grace_seconds is not None:
-        # time the agent gives workers to save once it is terminated; fixed at 30 s before torch 2.13
+        # time that workers have to save once the process above them is terminated
         changes["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_seconds)
     if plan is not None:
         changes["OMP_NUM_THREADS"] = str(plan.threads_per_process)
@@ -209,8 +210,8 @@ def _watch(
 class ProcessTree:
     """A process and all its descendants, recorded while it is alive.
 
-    The elastic agent starts workers in their own sessions, so signals to its process group do not reach them, and once
-    the agent is dead they can no longer be found through it.
+    Workers have sessions of their own, so signals to the process group of the one above them do not reach them, and
+    once that is dead they can no longer be found through it.
     """
 
     REFRESH_SECONDS = 1.0

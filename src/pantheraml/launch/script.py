@@ -10,16 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import psutil
 
 from pantheraml.base import env
 from pantheraml.base.errors import LaunchError
-
-Store = Literal["file", "loopback"]
-"""Rendezvous store of the ranks of one node: a file that only this user can access or, for scripts that use `env://`, a
-port on the loopback interface."""
 
 
 def python_module(name: str) -> list[str]:
@@ -27,9 +23,14 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def agent_command(processes: int, command: list[str], *, store: Store = "file") -> list[str]:
-    """Command of an elastic agent that runs `command` as `processes` ranks on this node."""
-    return [*python_module("pantheraml.worker.entry"), "elastic", str(processes), store, *command]
+def ranks_command(processes: int, command: list[str]) -> list[str]:
+    """Command that runs our worker `command` as `processes` ranks on this node."""
+    return [*python_module("pantheraml.worker.entry"), "ranks", str(processes), *command]
+
+
+def agent_command(processes: int, command: list[str]) -> list[str]:
+    """Command of an elastic agent that runs a script, `command`, as `processes` ranks on this node."""
+    return [*python_module("pantheraml.worker.entry"), "elastic", str(processes), *command]
 
 
 def relaunch(processes: int) -> NoReturn:
@@ -43,7 +44,7 @@ def relaunch(processes: int) -> NoReturn:
         )
     sys.stdout.flush()
     sys.stderr.flush()
-    command = agent_command(processes, [sys.executable, *sys.orig_argv[1:]], store="loopback")
+    command = agent_command(processes, [sys.executable, *sys.orig_argv[1:]])
     os.execve(command[0], command, _rank_environment(processes))
 
 

@@ -1,4 +1,4 @@
-"""Run the ranks of this node under torch's elastic agent.
+"""Run a script or a function as the ranks of this node, under torch's elastic agent.
 
 The agent sets each rank's environment, ends the others when one dies, and forwards Ctrl-C once. Instead of torchrun's
 traceback, the caller gets the failing rank, its exit code or signal, and its error. Only these ranks can reach their
@@ -14,7 +14,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -23,7 +22,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pantheraml.base import env
 from pantheraml.launch.local import PREEMPTION_SIGNALS, die_with_parent, killed_message
-from pantheraml.launch.script import Store
 from pantheraml.rendezvous import one_node
 
 HANDLED_SIGNALS = (*PREEMPTION_SIGNALS, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -59,16 +57,16 @@ class LaunchResult:
     stopped_by: signal.Signals | None = None
 
 
-def run_command(command: list[str], *, processes: int, store: Store) -> LaunchResult:
+def run_command(command: list[str], *, processes: int) -> LaunchResult:
     """Run `processes` ranks of a command, each in its own session."""
-    return _run(command[0], command[1:], processes, "spawn", store)
+    return _run(command[0], command[1:], processes, "spawn")
 
 
 def run_function(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, processes: int, start: Literal["spawn", "fork"]
 ) -> LaunchResult:
     """Run `processes` ranks of `function(*arguments)` and collect return values by rank."""
-    return _run(_DiesWithParent(function), list(arguments), processes, start, "loopback")
+    return _run(_DiesWithParent(function), list(arguments), processes, start)
 
 
 class _DiesWithParent:
@@ -87,14 +85,14 @@ class _DiesWithParent:
         return self._function(*arguments)
 
 
-def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str, store: Store) -> LaunchResult:
+def _run(entrypoint: Any, arguments: list[Any], processes: int, start: str) -> LaunchResult:
     with (
         tempfile.TemporaryDirectory(prefix="pantheraml-ranks-") as folder,  # 0700: not readable by other users
         _signals_restored(),
         env.changed({"TORCHELASTIC_SIGNALS_TO_HANDLE": _HANDLED_NAMES}),
         env.changed(one_node.interface_variables(one_node.loopback_interface())),
         env.changed({"PANTHERAML_RUN_TOKEN": env.run_token() or secrets.token_hex(32)}),
-        one_node.rendezvous_settings(store, Path(folder)) as where,
+        one_node.rendezvous_settings() as where,
     ):
         config = LaunchConfig(
             min_nodes=1,

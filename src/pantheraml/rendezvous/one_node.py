@@ -1,9 +1,9 @@
-"""Single-node rendezvous: a FileStore in a private folder, or a TCPStore on loopback.
+"""Single-node rendezvous of scripts and functions: a TCPStore on loopback.
 
 torch's c10d rendezvous for elastic agents listens on every interface, and the agent unpickles what it reads there, so
-anyone who reaches the port can run code. A single agent has no peers, so here its state stays in memory. PantheraML's
-ranks use a FileStore in a folder that only the user can access. A user's script joins through `env://`, which supports
-TCP only: for it the agent hosts a TCPStore bound to loopback.
+anyone who reaches the port can run code. A single agent has no peers, so here its state stays in memory. A user's
+script joins through `env://`, which supports TCP only: for it the agent hosts a TCPStore bound to loopback. Ranks of
+our own commands use a file instead (`launch.local_ranks`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,7 +25,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from pantheraml.base import env
-from pantheraml.launch.script import Store
 
 LOOPBACK = "127.0.0.1"
 BACKEND = "pantheraml-one-node"
@@ -72,21 +70,13 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 @contextlib.contextmanager
-def rendezvous_settings(store: Store, folder: Path) -> Iterator[dict[str, Any]]:
+def rendezvous_settings() -> Iterator[dict[str, Any]]:
     """Yield the rendezvous arguments of a LaunchConfig, valid inside the `with` block."""
     rendezvous_handler_registry.register(BACKEND, create_handler)
-    if store == "file":
-        with env.changed({env.STORE_FILE: str(folder / "store")}):
-            yield _settings(port=0)  # no listening socket
-        return
     hosted, port = listening_on_loopback()
-    yield _settings(port=port)
-    del hosted  # the last reference: closes the store
-
-
-def _settings(*, port: int) -> dict[str, Any]:
     # an address, since a node may not resolve its own host name
-    return {"rdzv_backend": BACKEND, "rdzv_configs": {"port": port}, "local_addr": LOOPBACK}
+    yield {"rdzv_backend": BACKEND, "rdzv_configs": {"port": port}, "local_addr": LOOPBACK}
+    del hosted  # the last reference: closes the store
 
 
 def listening_on_loopback() -> tuple[C10dStore, int]:

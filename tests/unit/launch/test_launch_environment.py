@@ -67,10 +67,10 @@ def test_every_module_is_started_with_safe_path(monkeypatch: pytest.MonkeyPatch,
     started: list[list[str]] = []
     monkeypatch.setattr(nodes.os, "execve", lambda _, command, __: started.append(command))
     nodes.become_agent(NodeSpec(2, 0, "10.0.0.1", 1), 1, config, tmp_path)
-    agent = script.agent_command(2, ["python", "user.py"])
-    for command in (*started, agent, task_command("train", tmp_path), ranks.join_command(tmp_path, config)):
+    agents = [make(2, ["python", "user.py"]) for make in (script.agent_command, script.ranks_command)]
+    for command in (*started, *agents, task_command("train", tmp_path), ranks.join_command(tmp_path, config)):
         assert command[:3] == [sys.executable, "-P", "-m"]
-    assert agent[-2:] == ["python", "user.py"], "unchanged"
+    assert all(agent[-2:] == ["python", "user.py"] for agent in agents), "unchanged"
 
 
 def test_compiled_kernels_go_to_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_grandchildren_in_sessions_of_their_own_end_too(tmp_path: Path) -> None:
 
 
 def test_children_of_a_process_that_was_killed_end_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the elastic agent dies: its workers can be found only in our records."""
+    """As when the process above the workers dies: they can be found only in our records."""
     monkeypatch.setattr(local.ProcessTree, "REFRESH_SECONDS", 0.0)
     counts: list[int] = []
 

@@ -1,6 +1,6 @@
-"""`python -m pantheraml.worker.entry elastic N STORE COMMAND...`: run a command as N ranks that end together.
+"""`python -m pantheraml.worker.entry elastic N COMMAND...`: run a script as N ranks that end together.
 
-STORE is the kind of rendezvous store (`launch.script.Store`). The exit code is 0, that of the first rank to fail, or,
+The exit code is 0, that of the first rank to fail, or,
 if a signal stopped this process, 143 for a preemption signal and 128 + its number otherwise.
 """
 
@@ -9,14 +9,11 @@ from __future__ import annotations
 import sys
 
 from pantheraml.launch.outcomes import STOPS
-from pantheraml.launch.script import Store
 from pantheraml.rendezvous.elastic_agent import LaunchResult, run_command
 
 
 def main() -> int:
-    processes, kind, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    store: Store = "file" if kind == "file" else "loopback"
-    return exit_code_of(run_command(command, processes=processes, store=store))
+    return exit_code_of(run_command(sys.argv[2:], processes=int(sys.argv[1])))
 
 
 def exit_code_of(ended: LaunchResult) -> int:
