@@ -181,7 +181,7 @@ def test_what_does_not_fit_into_a_share_is_refused(host: Host, tmp_path: Path) -
     assert alone.status_code == 200, alone.text
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (400, "does_not_fit")
-    assert "GiB would be needed, and there are 33.3 GiB" in error["message"]
+    assert "GiB would be needed, and there are 34.8 GiB" in error["message"]
     assert error["message"].endswith("4 jobs share each GPU here, and its memory.")
     half = asyncio.run(check(2)).raise_for_status().json()
     assert half["plan"]["predicted_memory_bytes"] < 141 << 29

@@ -13,6 +13,8 @@ from pantheraml.planner.known_models import known_config
 from pantheraml.planner.known_rates import known_rates, peak_rates, rates_of
 from pantheraml.planner.links import Links
 from pantheraml.planner.memory.fused_layers import FUSED_FAMILIES
+from pantheraml.planner.memory.predict import HOPPER
+from pantheraml.planner.memory.reserved import driver_bytes
 from pantheraml.planner.model_shapes import FAMILIES, ModelShapes, read_shapes, shapes_of_config
 from pantheraml.planner.rates import MachineRates, slowest
 from pantheraml.specs.gpu_table import GPUModel, by_driver_name
@@ -166,4 +168,5 @@ def _memory(gpu: GPU, fraction: float | None, *, total_only: bool) -> int | None
     free = gpu.total_bytes if total_only or gpu.free_bytes is None else gpu.free_bytes
     if fraction is None or gpu.total_bytes is None or free is None:
         return free
-    return min(free, int(gpu.total_bytes * fraction))
+    beside = driver_bytes(1, hopper=gpu.compute_capability is None or gpu.compute_capability >= HOPPER)
+    return min(free, int(gpu.total_bytes * fraction) + beside)  # the fraction is of what torch's allocator takes
