@@ -101,9 +101,21 @@ def _plan(arguments: argparse.Namespace, config: TrainConfig) -> tuple[Plan, Mod
     tokens = None if lengths is None else lengths.trained(config)
     more = filter(None, (_rank(config, facts, tokens), _learning_rate(config, facts, steps)))
     plan = plan.model_copy(update={"choices": (*plan.choices, *more)})
-    if steps is not None and (message := long_warmup(config.train, steps)) is not None:
-        plan = plan.model_copy(update={"warnings": (*plan.warnings, message)})
-    return plan, facts, devices
+    told = (None if steps is None else long_warmup(config.train, steps), _beyond_positions(config, facts, lengths))
+    warnings = tuple(message for message in told if message is not None)
+    return plan.model_copy(update={"warnings": (*plan.warnings, *warnings)}), facts, devices
+
+
+def _beyond_positions(config: TrainConfig, facts: ModelFacts, lengths: Lengths | None) -> str | None:
+    """Warning if documents may be longer than the model's positions, which ends a run before its first step."""
+    positions, seq_len = facts.positions, config.data.seq_len
+    if positions is None or seq_len <= positions:
+        return None
+    longest = None if lengths is None else min(seq_len, max(lengths.tokens))
+    if longest is not None and longest <= positions:
+        return None
+    found = "a longer document" if longest is None else f"the data has a row of some {longest:,} tokens, which"
+    return f"data.seq_len={seq_len} is above the model's {positions:,} positions: {found} would end the run at once"
 
 
 def _learning_rate(config: TrainConfig, facts: ModelFacts, steps: int | None) -> Choice:

@@ -48,6 +48,8 @@ class ModelFacts:
     """Its config.json has sizes that no model has."""
     family: str | None = None
     hidden: int | None = None
+    positions: int | None = None
+    """Longest document that a run accepts; None: not known."""
 
     @property
     def heads_divide(self) -> int:
@@ -112,7 +114,8 @@ def _facts(values: Mapping[str, Any], shapes: ModelShapes, source: str) -> Model
     hidden = text.get("hidden_size", text.get("n_embd"))
     family = text.get("model_type", values.get("model_type"))
     kv_heads = text.get("num_key_value_heads") or heads
-    return ModelFacts(shapes, None, heads, kv_heads, source, family=family, hidden=hidden)
+    positions = text.get("max_position_embeddings", text.get("n_positions"))
+    return ModelFacts(shapes, None, heads, kv_heads, source, family=family, hidden=hidden, positions=positions)
 
 
 def device_facts(

@@ -21,6 +21,7 @@ from pantheraml.planner.known_models import known_config
 from pantheraml.planner.model_shapes import shapes_of_config
 from pantheraml.specs.plan import GPU, DeviceSpec, Plan
 from pantheraml.specs.train import TrainConfig
+from tests import toy
 
 LARGE = "64x8xH100-80GB nvlink, 3200Gb"
 
@@ -431,3 +432,22 @@ def test_a_close_call_says_what_would_fit(plan: Any) -> None:
     made = plan("Llama-3.1-8B", "1xRTX4090", "--method", "qlora", parallel__memory_fraction=0.28)
     (warning,) = [each for each in made.warnings if "memory is short" in each]
     assert "these would fit: parallel.shard=" in warning
+
+
+@pytest.mark.parametrize(
+    ("words", "seq_len", "told"),
+    [
+        (100, 512, "the data has a row of some 201 tokens, which would end the run at once"),
+        (None, 512, "a longer document would end the run at once"),
+        (50, 512, None),
+        (100, 128, None),
+    ],
+)
+def test_documents_that_are_longer_than_the_model(
+    plan: Any, tmp_path: Path, words: int | None, seq_len: int, told: str | None
+) -> None:
+    model = toy.write_llama(tmp_path / "model", max_position_embeddings=128)
+    data = [] if words is None else ["--data", str(toy.write_jsonl(tmp_path / "d.jsonl", [{"text": "1 " * words}]))]
+    warnings = plan(str(model), "1xH200", *data, data__seq_len=seq_len).warnings
+    found = [each for each in warnings if "positions" in each]
+    assert found == ([] if told is None else [f"data.seq_len=512 is above the model's 128 positions: {told}"])
