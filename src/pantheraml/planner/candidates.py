@@ -99,6 +99,11 @@ class Candidate:
         return self._memory[0]
 
     @property
+    def looked_at(self) -> bool:
+        """Whether its memory has been predicted."""
+        return self._memory is not None
+
+    @property
     def fits(self) -> bool | None:
         return fits(self.memory)
 

@@ -305,23 +305,32 @@ def _faster_quantized(base: Candidate, best: Candidate) -> Candidate | None:
 
 
 def _alternatives(chosen: Candidate, others: list[Candidate], faster: Candidate | None) -> tuple[Alternative, ...]:
-    """The best others, each kind once: with the largest micro-batch that fits, if any does."""
+    """The best others, each kind once: with the largest micro-batch that fits, else the smallest."""
     kinds: dict[tuple[object, ...], list[Candidate]] = {}
     for each in others:
         setting = each.setting
         kinds.setdefault((setting.dims, setting.activation_checkpointing, setting.frozen_weights), []).append(each)
     fitting: list[Candidate] = []
-    too_large: list[Candidate] = []
-    for members in list(kinds.values())[:LOOKED_AT]:
-        best = next((each for each in members if each.fits), members[0])
-        if best.memory is not None and not _is_worse(best, chosen):
-            (fitting if best.fits else too_large).append(best)
-        if len(fitting) == SHOWN:
-            break
+    too_large: dict[object, Candidate] = {}
+    for number, members in enumerate(kinds.values()):
+        if number >= LOOKED_AT and not all(each.looked_at for each in members):
+            continue  # memory is predicted for the first ones, and was for those that might have been chosen
+        best = next((each for each in members if each.fits), members[-1])
+        if best.memory is None or _is_worse(best, chosen):
+            continue
+        if best.fits:
+            fitting.append(best)
+            continue
+        # with the parallelism that was chosen, the fastest; with another, what comes nearest to fitting
+        key: object = best.setting.dims
+        known = too_large.get(key)
+        nearer = known is None or _needed(best.memory) < _needed(known.memory)
+        if nearer and (known is None or best.setting.dims != chosen.setting.dims):
+            too_large[key] = best
     fitting.sort(key=lambda each: (each.ranking_seconds, each.effort))
-    too_large = too_large[:TOO_LARGE_SHOWN]
+    shown_too_large = sorted(too_large.values(), key=lambda each: _needed(each.memory))[:TOO_LARGE_SHOWN]
     quantized = [] if faster is None else [faster]
-    kept = [*quantized, *fitting[: SHOWN - len(quantized) - len(too_large)], *too_large]
+    kept = [*quantized, *fitting[: SHOWN - len(quantized) - len(shown_too_large)], *shown_too_large]
     return tuple(_alternative(chosen, each) for each in kept)
 
 
@@ -373,7 +382,9 @@ def _reason(chosen: Candidate, each: Candidate) -> str:
     memory = each.memory
     assert memory is not None
     if not each.fits:
-        return f"needs {_gib(_needed(memory))} of {_gib(memory.capacity_bytes or 0)}"
+        room = memory.capacity_bytes or 0
+        close = ", too close to rely on a prediction" if _needed(memory) <= room else ""
+        return f"needs {_gib(_needed(memory))} of {_gib(room)}{close}"
     if not each.ranking_seconds or not chosen.ranking_seconds:
         return "fits, too; which is faster is not known"
     ratio = each.ranking_seconds / chosen.ranking_seconds

@@ -108,6 +108,7 @@ def test_cluster_6_a_large_frozen_model_is_sharded(plan: Any) -> None:
     refused = [each for each in found.alternatives if each.fits is False]
     assert refused
     assert all(each.limited_by == "memory" and "needs" in each.reason for each in refused)
+    assert len({each.name.partition(",")[0] for each in refused}) == len(refused), "each another parallelism"
 
 
 def test_cluster_7_slow_links_and_little_memory_mean_a_pipeline(plan: Any) -> None:
