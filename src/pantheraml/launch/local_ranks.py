@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pantheraml.base import env
-from pantheraml.launch.local import KILL_AFTER_SECONDS, POLL_SECONDS, StopRequests, start_process
+from pantheraml.launch.local import POLL_SECONDS, StopRequests, start_process
 from pantheraml.launch.outcomes import STOPS, Outcome
+
+FAILURE_SECONDS = 30.0
+"""For peers of a rank that failed, which may be writing a checkpoint; torchrun gives them as long."""
 
 
 def run_local_ranks(command: list[str], processes: int, *, grace_seconds: float) -> Outcome:
@@ -33,7 +36,7 @@ def run_local_ranks(command: list[str], processes: int, *, grace_seconds: float)
                 ranks.append(start_process(command, environment))
             return _watch(ranks, stops)
         finally:
-            _end(ranks, stops, grace_seconds if stops.count else KILL_AFTER_SECONDS)
+            _end(ranks, stops, grace_seconds if stops.count else FAILURE_SECONDS)
 
 
 def _environments(processes: int, store: Path) -> list[dict[str, str]]:
