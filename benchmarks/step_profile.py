@@ -84,7 +84,7 @@ QWEN3_4B = """48,000 tokens/s of Qwen3-4B, one of our targets, would be a step o
 - **Gaps** between 1,700 kernels take 3 ms.
 
 If all else stays, attention would have to reach 500 TFLOP/s. Since this profile, backward quantizes the output of
-attention again instead of keeping it: by count 1.2 GiB less, so 24.0, and 1 ms more; not measured yet."""
+attention again instead of keeping it: by count 1.2 GiB less, so 23.9, and 1 ms more; not measured yet."""
 
 
 def section(records: Sequence[Mapping[str, Any]]) -> str:

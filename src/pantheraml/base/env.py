@@ -35,7 +35,7 @@ class StoreAddress:
     host: str
     port: int
     hosted_by_agent: bool
-    """True: the elastic agent hosts the store; False: rank 0 does."""
+    """True: the process above the ranks provides the store; False: rank 0 hosts it."""
     attempt: int
     """Number of times the agent has restarted the ranks."""
     file: Path | None = None
@@ -85,7 +85,7 @@ def process_rank() -> ProcessRank:
 
 
 def started_by_agent() -> bool:
-    """Return True if an elastic agent (ours or torchrun's) is the parent; the process should exit with it."""
+    """Return True if a process that ends all ranks together (ours or torchrun's) is the parent."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

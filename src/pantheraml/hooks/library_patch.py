@@ -100,6 +100,7 @@ class LibraryPatch:
         if current is self._patched:
             setattr(target, self.name, self._original)
         elif self._is_reached_from(current):
+            logger.info("the patch of %s stays below what another library has wrapped around it", self.full_name)
             return
         self._original = self._patched = None
 

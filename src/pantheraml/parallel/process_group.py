@@ -22,7 +22,7 @@ from pantheraml.rendezvous.sealed_store import SealedStore
 from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import Plan
 
-# If a rank dies, the elastic agent ends the others at once; this only bounds waiting for live ranks.
+# If a rank dies, the process above the ranks ends the others at once; this only bounds waiting for live ranks.
 LONG_TIMEOUT = datetime.timedelta(hours=6)
 
 

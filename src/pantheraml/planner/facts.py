@@ -114,7 +114,8 @@ def _facts(values: Mapping[str, Any], shapes: ModelShapes, source: str) -> Model
     hidden = text.get("hidden_size", text.get("n_embd"))
     family = text.get("model_type", values.get("model_type"))
     kv_heads = text.get("num_key_value_heads") or heads
-    positions = text.get("max_position_embeddings", text.get("n_positions"))
+    given = text.get("max_position_embeddings", text.get("n_positions"))
+    positions = given if type(given) is int and given > 0 else None
     return ModelFacts(shapes, None, heads, kv_heads, source, family=family, hidden=hidden, positions=positions)
 
 

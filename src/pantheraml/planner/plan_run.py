@@ -27,6 +27,7 @@ from pantheraml.planner.facts import UNFUSED, DeviceFacts, ModelFacts, device_fa
 from pantheraml.planner.memory import why_not_predicted
 from pantheraml.planner.step_time import NO_RATES, NO_SIZES, why_no_time
 from pantheraml.planner.suggestions import suggestions
+from pantheraml.specs.parallel import ParallelDims
 from pantheraml.specs.plan import DeviceSpec, Plan
 from pantheraml.specs.prediction import Alternative, MemoryPrediction, Prediction
 from pantheraml.specs.train import TrainConfig
@@ -46,7 +47,7 @@ SHOWN = 6
 TOO_LARGE_SHOWN = 2
 """Alternatives that do not fit, among these."""
 LOOKED_AT = 16
-"""Kinds of alternatives that they are taken from."""
+"""Kinds of alternatives that they are taken from, besides those whose memory is known already."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ def _alternatives(chosen: Candidate, others: list[Candidate], faster: Candidate 
         setting = each.setting
         kinds.setdefault((setting.dims, setting.activation_checkpointing, setting.frozen_weights), []).append(each)
     fitting: list[Candidate] = []
-    too_large: dict[object, Candidate] = {}
+    too_large: dict[ParallelDims, Candidate] = {}
     for number, members in enumerate(kinds.values()):
         if number >= LOOKED_AT and not all(each.looked_at for each in members):
             continue  # memory is predicted for the first ones, and was for those that might have been chosen
@@ -322,11 +323,10 @@ def _alternatives(chosen: Candidate, others: list[Candidate], faster: Candidate 
             fitting.append(best)
             continue
         # with the parallelism that was chosen, the fastest; with another, what comes nearest to fitting
-        key: object = best.setting.dims
-        known = too_large.get(key)
-        nearer = known is None or _needed(best.memory) < _needed(known.memory)
-        if nearer and (known is None or best.setting.dims != chosen.setting.dims):
-            too_large[key] = best
+        dims = best.setting.dims
+        known = too_large.get(dims)
+        if known is None or (dims != chosen.setting.dims and _needed(best.memory) < _needed(known.memory)):
+            too_large[dims] = best
     fitting.sort(key=lambda each: (each.ranking_seconds, each.effort))
     shown_too_large = sorted(too_large.values(), key=lambda each: _needed(each.memory))[:TOO_LARGE_SHOWN]
     quantized = [] if faster is None else [faster]

@@ -89,7 +89,7 @@ TABLE: tuple[GPUModel, ...] = (
              fp8_tflops=1_979, bandwidth_gb_s=4_800, nvlink=True, nvlink_gb_s=450, pcie_gb_s=64, watts=700,
              dollars_per_hour=4.50),
     GPUModel(name="B200", pattern=r"B200", capability=(10, 0), nominal_gb=180, bf16_tflops=2_250, fp8_tflops=4_500,
-             bandwidth_gb_s=8_000, nvlink=True, nvlink_gb_s=900, pcie_gb_s=64, watts=1_000, dollars_per_hour=6.69),
+             bandwidth_gb_s=8_000, nvlink=True, nvlink_gb_s=900, watts=1_000, dollars_per_hour=6.69),
     GPUModel(name="RTX3090", pattern=r"GeForce RTX 3090", capability=(8, 6), nominal_gb=24, bf16_tflops=71,
              bandwidth_gb_s=936, pcie_gb_s=32, watts=350, dollars_per_hour=0.50),
     GPUModel(name="RTX4090", pattern=r"GeForce RTX 4090", capability=(8, 9), nominal_gb=24, usable_bytes=_gib(23.52),

@@ -452,3 +452,12 @@ def test_documents_that_are_longer_than_the_model(
     warnings = plan(str(model), "1xH200", *data, data__seq_len=seq_len).warnings
     found = [each for each in warnings if "positions" in each]
     assert found == ([] if told is None else [f"data.seq_len=512 is above the model's 128 positions: {told}"])
+
+
+@pytest.mark.parametrize("positions", ["many", -1, None, [128], True, 1e400])
+def test_positions_that_are_no_number_are_not_known(plan: Any, tmp_path: Path, positions: object) -> None:
+    model = toy.write_llama(tmp_path / "model")
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**values, "max_position_embeddings": positions}))
+    warnings = plan(str(model), "1xH200", data__seq_len=512).warnings
+    assert not any("positions" in each for each in warnings)

@@ -104,10 +104,8 @@ class GroupSet:
 
     def _take_over(self) -> None:
         """Have the groups read weights of the bases that were replaced."""
-        before = self._replaced
         self._replaced = next((why for group in self._with_adapters if (why := group.take_over()) is not None), None)
-        if self._replaced not in (None, before):
-            self.tell_unfused(self._replaced)
+        self.tell_unfused(self._replaced)
         self._addresses = list(map(Tensor.data_ptr, self._base_weights()))
         self.adapter_layout_version += 1  # a captured pass may have read what was replaced
 
